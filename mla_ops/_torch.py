@@ -1,0 +1,73 @@
+"""The only module that touches private torch names.
+
+Each function says what it answers when the private name is gone, so that a new torch release
+degrades to "unknown" instead of failing at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+__all__ = [
+    "below_autograd",
+    "inside_graph",
+    "is_fake",
+    "mark_static_address",
+    "storage_id",
+    "streaming_multiprocessors",
+]
+
+# H100 and H200 SXM; what a CPU and a fake CUDA tensor without a driver pretend to be.
+DEFAULT_STREAMING_MULTIPROCESSORS = 132
+
+_BelowAutograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """Enter the dispatch keys below autograd (a no-op context when torch lost the guard)."""
+    return contextlib.nullcontext() if _BelowAutograd is None else _BelowAutograd()
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Tell whether ``tensor`` has no memory behind it (fake, functional or meta)."""
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return an identity of the storage that holds even for fake tensors (data_ptr is 0 there)."""
+    return tensor.untyped_storage()._cdata
+
+
+def mark_static_address(tensor: torch.Tensor) -> None:
+    """Promise torch.compile that ``tensor`` keeps its address, so CUDA graphs accept mutation."""
+    torch._dynamo.mark_static_address(tensor)
+
+
+def inside_graph() -> str | None:
+    """Name the kind of graph being recorded right now, or None outside any."""
+    if torch.compiler.is_compiling():
+        return "a torch.compile region"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph capture"
+    return None
+
+
+@cache
+def _cuda_multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def streaming_multiprocessors(device: torch.device) -> int:
+    """Count the SMs of ``device``: its own on CUDA, 132 on CPU and on fake CUDA tensors."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return DEFAULT_STREAMING_MULTIPROCESSORS
+    return _cuda_multiprocessors(
+        torch.cuda.current_device() if device.index is None else device.index
+    )

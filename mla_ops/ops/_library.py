@@ -1,0 +1,134 @@
+"""The one torch.library.Library of the package, and what every operator shares at registration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mla_ops._torch import below_autograd, storage_id
+from mla_ops.shapes import packed_extent
+
+__all__ = ["LIBRARY", "refuse_shared_memory", "refuse_unless", "register"]
+
+LIBRARY = torch.library.Library("mla_ops", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+def register(schema: str, *, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define the operator ``schema`` with its kernel, fake and gradient refusal.
+
+    A second copy of the package in one process (a reload, another path) finds the operator
+    defined already and shares the first copy's registration when the schemas agree.
+
+    Args:
+        schema: ``name(arguments) -> returns`` without a namespace.
+        kernel: implementation for every device; chooses a backend at launch.
+        fake: shape function, exact in shape, dtype, stride and device.
+
+    Returns:
+        The operator's default overload.
+
+    Raises:
+        ImportError: another version of the operator is loaded in this process.
+    """
+    name = schema.partition("(")[0]
+    packet = getattr(torch.ops.mla_ops, name, None)
+    if packet is not None:
+        wanted = torch._C.parse_schema(f"mla_ops::{schema}")
+        if packet.default._schema != wanted:
+            raise ImportError(
+                f"{name}: operator must be defined once, got another schema "
+                f"{packet.default._schema} (two versions of mla_ops are loaded: keep one)"
+            )
+        return packet.default
+    LIBRARY.define(schema, tags=_TAGS)
+    op = getattr(torch.ops.mla_ops, name).default
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, _refuse_gradient(name, op), "Autograd")
+    torch.library.register_fake(f"mla_ops::{name}", fake, lib=LIBRARY)
+    return op
+
+
+def _refuse_gradient(name: str, op: Any) -> Callable[..., Any]:
+    def refuse_gradient(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for argument in (*args, *kwargs.values()):
+                if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                    raise RuntimeError(
+                        f"{name}: inputs must be without gradient, got requires_grad=True "
+                        "(mla_ops is inference only: call it under torch.no_grad() or "
+                        "torch.inference_mode())"
+                    )
+        with below_autograd():
+            return op(*args, **kwargs)
+
+    return refuse_gradient
+
+
+def refuse_unless(ok: bool, op: str, argument: str, expected: str, actual: str, fix: str) -> None:
+    """Raise ValueError ``<op>: <argument> must be <expected>, got <actual> (<fix>)`` unless ok."""
+    if not ok:
+        raise ValueError(f"{op}: {argument} must be {expected}, got {actual} ({fix})")
+
+
+def refuse_shared_memory(
+    op: str,
+    written: Sequence[tuple[str, torch.Tensor]],
+    read: Sequence[tuple[str, torch.Tensor | None]],
+    *,
+    traced: bool,
+) -> None:
+    """Refuse a written tensor that shares memory with another argument or with itself.
+
+    Traced (fake) tensors have no addresses, so there a shared storage is refused; real ones are
+    compared by byte range, because Inductor's memory planner may put two legal buffers into one
+    storage. Empty tensors are exempt.
+    """
+    for position, (name, tensor) in enumerate(written):
+        if tensor.numel() == 0:
+            continue
+        if not tensor.is_contiguous() and _overlaps_itself(tensor):
+            raise ValueError(
+                f"{op}: {name} must be without overlapping elements, got strides "
+                f"{tuple(tensor.stride())} for shape {tuple(tensor.shape)} "
+                "(an expanded tensor cannot be written: pass a real buffer)"
+            )
+        share = _shares_storage(tensor) if traced else _shares_bytes(tensor)
+        for other_name, other in (*written[position + 1 :], *read):
+            if other is not None and other.numel() > 0 and share(other):
+                raise ValueError(
+                    f"{op}: {name} must be in memory of its own, got memory shared with "
+                    f"{other_name} (allocate {name} separately)"
+                )
+
+
+def _shares_storage(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+    storage = storage_id(tensor)
+    return lambda other: storage_id(other) == storage
+
+
+def _shares_bytes(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+    start = tensor.data_ptr()
+    end = start + packed_extent(tensor) * tensor.element_size()
+    device = tensor.device
+
+    def share(other: torch.Tensor) -> bool:
+        begin = other.data_ptr()
+        if begin >= end or other.device != device:
+            return False
+        return begin + packed_extent(other) * other.element_size() > start
+
+    return share
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride < reach:
+            return True
+        reach += (size - 1) * stride
+    return False

@@ -1,0 +1,171 @@
+"""Which backend runs a call: resolved at launch, from facts that never depend on values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from mla_ops.errors import BackendUnavailableError
+from mla_ops.shapes import DecodeShape
+
+__all__ = ["BackendReport", "backend_report", "check_backend_name", "device_kernel", "select"]
+
+BACKENDS = ("flash_mla", "gluon", "triton", "cpu", "reference")
+# Where each operator's kernel lives inside a backend.
+_MODULES = {
+    "flash_mla": "mla_ops.backends.flash_mla",
+    "gluon": "mla_ops.backends.gluon.decode",
+    "cpu": "mla_ops.backends.cpu",
+    "reference": "mla_ops.backends.reference",
+}
+_TRITON_MODULES = {
+    "mla_metadata_out": "mla_ops.backends.triton.metadata",
+    "append_kv_": "mla_ops.backends.triton.append",
+    "merge_states": "mla_ops.backends.triton.merge",
+    "mla_decode_out": "mla_ops.backends.triton.decode",
+}
+
+
+@cache
+def kernel(backend: str, op: str) -> Callable[..., Any]:
+    """Import the function ``op`` of a backend at its first use."""
+    module = _TRITON_MODULES[op] if backend == "triton" else _MODULES[backend]
+    function: Callable[..., Any] = getattr(import_module(module), op)
+    return function
+
+
+@cache
+def _support(backend: str) -> Any:
+    # The root of a backend knows its limits without importing triton or a kernel package.
+    return import_module(f"mla_ops.backends.{backend}")
+
+
+def check_backend_name(op: str, backend: str) -> None:
+    """Refuse a backend name that does not exist."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(
+            f"{op}: backend must be 'auto' or one of {BACKENDS}, got {backend!r} "
+            "(see mla_ops.backend_report())"
+        )
+
+
+def device_kernel(op: str, device: torch.device, backend: str | None = None) -> Callable[..., Any]:
+    """Return the kernel of an operator that has one implementation a device."""
+    if backend is None:
+        if device.type == "cpu":
+            backend = "cpu"
+        elif device.type == "cuda" and not _support("triton").unavailable(device):
+            backend = "triton"
+        else:
+            backend = "reference"
+    return kernel(backend, op)
+
+
+def reasons_against(backend: str, shape: DecodeShape, *, probe: bool = True) -> list[str]:
+    """List why ``backend`` cannot run a decode of ``shape``; empty means it can.
+
+    Args:
+        backend: one of ``BACKENDS``.
+        shape: the call.
+        probe: look at this machine too; False while tracing for a device that is not here.
+    """
+    support = _support(backend)
+    reasons: list[str] = []
+    if probe:
+        reasons += support.unavailable(shape.device)
+    return reasons + list(support.unsupported(shape))
+
+
+def select(op: str, backend: str, shape: DecodeShape, *, traced: bool = False) -> str:
+    """Resolve ``backend`` for a decode call; a named backend that cannot run raises.
+
+    Raises:
+        ValueError: no backend has that name.
+        BackendUnavailableError: the named backend cannot run, with every reason.
+    """
+    check_backend_name(op, backend)
+    if backend == "auto":
+        return "auto" if traced else _best(shape)
+    absent = traced and shape.device.type == "cuda" and not torch.cuda.is_available()
+    reasons = reasons_against(backend, shape, probe=not absent)
+    if reasons:
+        raise BackendUnavailableError(
+            f"{op}: backend must be able to run this call, got {backend!r}: "
+            f"{'; '.join(reasons)} (use backend='auto')"
+        )
+    return backend
+
+
+def _best(shape: DecodeShape) -> str:
+    for name in _preferences(shape):
+        if not reasons_against(name, shape):
+            return name
+    return "reference"
+
+
+def _preferences(shape: DecodeShape) -> tuple[str, ...]:
+    if shape.device.type == "cpu":
+        return ("cpu",)
+    if shape.device.type != "cuda":
+        return ()
+    return ("flash_mla", "triton")
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """Every backend with the reasons why it cannot run, and the choice of "auto"."""
+
+    shape: DecodeShape
+    reasons: dict[str, tuple[str, ...]]
+    choice: str
+
+    def __str__(self) -> str:
+        lines = [f"auto -> {self.choice}"]
+        for name, reasons in self.reasons.items():
+            lines.append(f"{name:10} " + ("; ".join(reasons) if reasons else "runs"))
+        return "\n".join(lines)
+
+
+def backend_report(
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    batch_size: int = 1,
+    seqlen_q: int = 1,
+    num_heads_q: int = 16,
+    head_dim: int = 576,
+    head_dim_v: int = 512,
+    page_size: int = 64,
+    max_seq_len: int = 4096,
+) -> BackendReport:
+    """Report for each backend whether it runs such a decode call here, and if not, every reason.
+
+    Args:
+        device: where the tensors would lie; None means CUDA if there is one, else CPU.
+        dtype: dtype of q and of the dense cache.
+        batch_size: B.
+        seqlen_q: S.
+        num_heads_q: H on this rank.
+        head_dim: D, latent + rope.
+        head_dim_v: V, the latent.
+        page_size: P.
+        max_seq_len: tokens the block table has room for.
+
+    Returns:
+        BackendReport: print it, or read ``reasons`` and ``choice``.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    max_pages = -(-max_seq_len // page_size)
+    shape = DecodeShape(
+        *(torch.device(device), dtype, dtype, batch_size, seqlen_q, num_heads_q),
+        *(head_dim, head_dim_v, batch_size * max_pages, page_size, max_pages),
+        *(page_size * head_dim, head_dim),
+    )
+    reasons = {name: tuple(reasons_against(name, shape)) for name in BACKENDS}
+    return BackendReport(shape, reasons, _best(shape))

@@ -1,0 +1,187 @@
+"""mla_decode: attention of a few new queries over the paged latent cache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_ops.ops._decode_check import check_decode, check_outputs
+from mla_ops.ops._library import register
+from mla_ops.ops._selection import kernel, select
+from mla_ops.ops.metadata import MLAMetadata, default_num_sm_parts, fill_metadata
+from mla_ops.shapes import METADATA_FIELDS, DecodeShape, lse_strides
+
+__all__ = ["MLAOutput", "mla_decode"]
+
+
+class MLAOutput(NamedTuple):
+    """Attention over the keys seen, and the log-sum-exp that merges it with other keys."""
+
+    out: Tensor  # [B, S, H, V], dtype of q
+    lse: Tensor  # float32 [B, H, S]
+
+
+def mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    metadata: MLAMetadata | tuple[Tensor, Tensor] | None = None,
+    *,
+    softmax_scale: float,
+    head_dim_v: int = 512,
+    causal: bool = True,
+    attn_sink: Tensor | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    backend: str = "auto",
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> MLAOutput:
+    """Attend from absorbed queries to the latents of their own sequences.
+
+    Args:
+        q: [B, S, H, D] absorbed queries, latent then rope; any strides with last stride 1.
+        kv_cache: [N, P, 1, D] pages in the dtype of q; K is the row, V its first ``head_dim_v``
+            columns. Any page and row strides, last stride 1.
+        block_table: [B, M] int32 page of each run of P tokens. Entries past the length are never
+            read as pages; a page outside ``[0, N)`` inside the length counts as no keys.
+        cache_seqlens: [B] int32 tokens per sequence, those just appended included; clamped to
+            ``M * P``. 0 is legal.
+        metadata: schedule of ``mla_metadata`` for these lengths; None lets a backend that needs
+            one compute it on every call. Backends that plan on device ignore it.
+        softmax_scale: factor of the logits; the model's, not ``D ** -0.5``.
+        head_dim_v: V, width of the latent.
+        causal: query j of S sees keys ``< cache_seqlens - S + j + 1``; otherwise all of them.
+        attn_sink: [H] float32 logits of a key without value: out is multiplied by
+            ``exp(lse) / (exp(lse) + exp(attn_sink))``, lse excludes it.
+        descale_q: for FP8 queries (not served yet).
+        descale_k: for FP8 caches (not served yet).
+        backend: "auto", or a backend that runs or raises: it never falls back.
+        out: [B, S, H, V] tensor to write, any strides; given together with ``lse``.
+        lse: [B, H, S] float32 tensor to write, any strides.
+
+    Returns:
+        MLAOutput: a row without keys is out 0 and lse -inf.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; nothing was written.
+        BackendUnavailableError: the named backend cannot run this call; lists every reason.
+
+    Capture: addresses, shapes, strides and ``softmax_scale`` are constants of the graph;
+        lengths, block table entries and values may change between replays.
+    Source: DeepSeek-V2 (arXiv 2405.04434), FlashMLA's ``flash_mla_with_kvcache``.
+    """
+    tile_scheduler_metadata, num_splits = (None, None) if metadata is None else metadata
+    arguments = (
+        *(q, kv_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits),
+        *(softmax_scale, head_dim_v, causal, attn_sink, descale_q, descale_k, backend),
+    )
+    if out is None and lse is None:
+        out, lse = _op(*arguments)
+        if q.is_cuda and backend in ("auto", "flash_mla"):
+            # FlashMLA marks an empty row by +inf; fused by Inductor, dropped when lse is unused.
+            lse = torch.nan_to_num(lse, nan=float("nan"), posinf=-torch.inf, neginf=-torch.inf)
+        return MLAOutput(out, lse)
+    if out is None or lse is None:
+        raise ValueError(
+            "mla_decode: out and lse must be given both or neither, got only "
+            f"{'lse' if out is None else 'out'} (allocate the other one)"
+        )
+    _out_op(*arguments, out, lse)
+    return MLAOutput(out, lse)
+
+
+_ARGUMENTS = (
+    "Tensor q, Tensor kv_cache, Tensor block_table, Tensor cache_seqlens, "
+    "Tensor? tile_scheduler_metadata, Tensor? num_splits, float softmax_scale, "
+    "SymInt head_dim_v, bool causal, Tensor? attn_sink, Tensor? descale_q, Tensor? descale_k, "
+    "str backend"
+)
+_SCHEMA = f"mla_decode({_ARGUMENTS}) -> (Tensor, Tensor)"
+_OUT_SCHEMA = f"mla_decode_out({_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse) -> ()"
+
+
+def _check(*args: Any, traced: bool) -> tuple[str, DecodeShape]:
+    """Refuse what does not fit and return the backend with the facts it was chosen from."""
+    check_decode(*args[:-1])
+    q, kv_cache, block_table = args[:3]
+    pages, page_size, _, head_dim = kv_cache.shape
+    shape = DecodeShape(
+        *(q.device, q.dtype, kv_cache.dtype, q.shape[0], q.shape[1], q.shape[2], head_dim),
+        *(args[7], pages, page_size, block_table.shape[1], kv_cache.stride(0), kv_cache.stride(1)),
+    )
+    return select("mla_decode", args[12], shape, traced=traced), shape
+
+
+def _empty_output(q: Tensor, head_dim_v: int) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, heads, _ = q.shape
+    out = torch.empty((batch, seqlen_q, heads, head_dim_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty_strided(
+        (batch, heads, seqlen_q),
+        lse_strides(seqlen_q, heads),
+        dtype=torch.float32,
+        device=q.device,
+    )
+    return out, lse
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    _check(*args, traced=True)
+    return _empty_output(args[0], args[7])
+
+
+def _out_fake(*args: Any) -> None:
+    _check(*args[:13], traced=True)
+    check_outputs(*args, traced=True)
+
+
+def _dispatch(*args: Any) -> tuple[Tensor, Tensor]:
+    backend, shape = _check(*args, traced=False)
+    if backend == "flash_mla" and shape.batch_size * shape.seqlen_q and shape.max_pages:
+        return kernel(backend, "mla_decode")(*_scheduled(args), **_options(args))
+    out, lse = _empty_output(args[0], args[7])
+    _launch(backend, shape, args, out, lse)
+    return out, lse
+
+
+def _out_dispatch(*args: Any) -> None:
+    backend, shape = _check(*args[:13], traced=False)
+    check_outputs(*args, traced=False)
+    _launch(backend, shape, args[:13], args[13], args[14])
+
+
+def _launch(backend: str, shape: DecodeShape, args: Any, out: Tensor, lse: Tensor) -> None:
+    if lse.numel() == 0:
+        return
+    if shape.max_pages == 0 or shape.num_pages == 0:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return
+    if backend == "flash_mla":
+        args = _scheduled(args)
+    kernel(backend, "mla_decode_out")(*args[:6], out, lse, **_options(args))
+
+
+def _options(args: Any) -> dict[str, Any]:
+    return {"softmax_scale": args[6], "causal": args[8], "attn_sink": args[9]}
+
+
+def _scheduled(args: Any) -> Any:
+    """Return the first six arguments with a schedule, computed now if the caller gave none."""
+    if args[4] is not None:
+        return args
+    q, cache_seqlens = args[0], args[3]
+    parts = default_num_sm_parts(q.device, q.shape[2], q.shape[1])
+    metadata = (
+        cache_seqlens.new_empty((parts, METADATA_FIELDS)),
+        cache_seqlens.new_empty((cache_seqlens.shape[0] + 1,)),
+    )
+    fill_metadata(cache_seqlens, *metadata, None, None, "flash_mla", "auto")
+    return (*args[:4], *metadata, *args[6:])
+
+
+_op = register(_SCHEMA, kernel=_dispatch, fake=_fake)
+_out_op = register(_OUT_SCHEMA, kernel=_out_dispatch, fake=_out_fake)
