@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "below_autograd",
     "inside_graph",
-    "is_fake",
     "mark_static_address",
     "storage_id",
     "streaming_multiprocessors",
@@ -35,14 +34,9 @@ def below_autograd() -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if _BelowAutograd is None else _BelowAutograd()
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Tell whether ``tensor`` has no memory behind it (fake, functional or meta)."""
-    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta
-
-
 def storage_id(tensor: torch.Tensor) -> int:
     """Return an identity of the storage that holds even for fake tensors (data_ptr is 0 there)."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def mark_static_address(tensor: torch.Tensor) -> None:

@@ -39,8 +39,7 @@ class _FixedBuffers(nn.Module):
                     f"from {buffer.device} to {moved.device} (construct it with device=...)"
                 )
             if moved.device != buffer.device:
-                self._buffers[name] = buffer.to(moved.device)
-                mark_static_address(self._buffers[name])
+                self._register(name, buffer.to(moved.device))
         return self
 
 
@@ -194,11 +193,12 @@ class PagedKVCache(_FixedBuffers):
         pool = (self.num_pages, page_size, 1, latent_dim + rope_dim)
         for layer in range(num_layers):
             self._register(f"kv_cache_{layer}", torch.zeros(pool, dtype=dtype, device=device))
-        integers = {"dtype": torch.int32, "device": device}
-        table = torch.zeros((max_batch_size, max_pages), **integers)
-        self._register("block_table", table)
-        self._register("cache_seqlens", torch.zeros((max_batch_size,), **integers))
-        self._register("capacity", torch.zeros((max_batch_size,), **integers))
+        for name, shape in (
+            ("block_table", (max_batch_size, max_pages)),
+            ("cache_seqlens", (max_batch_size,)),
+            ("capacity", (max_batch_size,)),
+        ):
+            self._register(name, torch.zeros(shape, dtype=torch.int32, device=device))
         # Host-side bookkeeping of allocate, free and reset; never read inside a graph.
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
         self._row_pages: list[list[int]] = [[] for _ in range(max_batch_size)]

@@ -33,7 +33,7 @@ class Preset:
     @property
     def softmax_scale(self) -> float:
         """Return the factor of the logits: 0.135234 for DeepSeek-V3, not ``576 ** -0.5``."""
-        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        scale = 1.0 / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
         if self.rope_factor > 1.0 and self.mscale_all_dim > 0.0:
             scale *= (0.1 * self.mscale_all_dim * math.log(self.rope_factor) + 1.0) ** 2
         return scale

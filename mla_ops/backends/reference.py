@@ -42,7 +42,7 @@ def mla_decode_out(
     attn_sink: Tensor | None,
 ) -> None:
     """Write softmax(scale * q k^T) v over the keys each query sees."""
-    batch, seqlen_q, heads, _ = q.shape
+    batch, seqlen_q, _, _ = q.shape
     pages, page_size, _, _ = kv_cache.shape
     head_dim_v = out.shape[-1]
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -128,9 +128,7 @@ def mla_metadata_out(
         boundary = torch.where(start <= reach, start, 0).amax()
         begins.append(torch.minimum(torch.maximum(boundary, reach - overhead), total))
     begin = torch.stack(begins)  # [T + 1]
-    write_schedule(
-        begin, start, blocks, lengths, tile_scheduler_metadata, num_splits, batch=batch
-    )
+    write_schedule(begin, start, blocks, lengths, tile_scheduler_metadata, num_splits, batch=batch)
 
 
 def write_schedule(

@@ -101,7 +101,10 @@ def _check_q_and_cache(q: Tensor, kv_cache: Tensor, head_dim_v: int) -> None:
 
 
 def _check_table(q: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
-    for name, tensor, dim in (("block_table", block_table, 2), ("cache_seqlens", cache_seqlens, 1)):
+    for name, tensor, dim in (
+        ("block_table", block_table, 2),
+        ("cache_seqlens", cache_seqlens, 1),
+    ):
         if tensor.dtype != torch.int32:
             raise TypeError(f"mla_decode: {name} must be int32, got {tensor.dtype} (use .int())")
         if tensor.dim() != dim or tensor.shape[0] != q.shape[0]:
@@ -188,7 +191,9 @@ def check_outputs(
         ("lse", lse, (batch, heads, seqlen_q), torch.float32),
     ):
         if tensor.dtype != dtype:
-            raise TypeError(f"mla_decode: {name} must be {dtype}, got {tensor.dtype} (allocate it)")
+            raise TypeError(
+                f"mla_decode: {name} must be {dtype}, got {tensor.dtype} (allocate it)"
+            )
         if tuple(tensor.shape) != shape:
             raise ValueError(
                 f"mla_decode: {name} must be {'[B, S, H, V]' if name == 'out' else '[B, H, S]'} = "

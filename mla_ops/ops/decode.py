@@ -141,7 +141,10 @@ def _out_fake(*args: Any) -> None:
 def _dispatch(*args: Any) -> tuple[Tensor, Tensor]:
     backend, shape = _check(*args, traced=False)
     if backend == "flash_mla" and shape.batch_size * shape.seqlen_q and shape.max_pages:
-        return kernel(backend, "mla_decode")(*_scheduled(args), **_options(args))
+        result: tuple[Tensor, Tensor] = kernel(backend, "mla_decode")(
+            *_scheduled(args)[:6], **_options(args)
+        )
+        return result
     out, lse = _empty_output(args[0], args[7])
     _launch(backend, shape, args, out, lse)
     return out, lse
