@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mla_ops import inductor
 from mla_ops.cache import MLAMetadataBuffers, PagedKVCache
 from mla_ops.errors import BackendUnavailableError, CacheCapacityError
 from mla_ops.formats import KVFormat
@@ -22,6 +23,7 @@ __all__ = [
     "PagedKVCache",
     "append_kv_",
     "backend_report",
+    "inductor",
     "merge_states",
     "mla_decode",
     "mla_metadata",

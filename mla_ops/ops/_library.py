@@ -10,10 +10,17 @@ import torch
 from mla_ops._torch import below_autograd, storage_id
 from mla_ops.shapes import packed_extent
 
-__all__ = ["LIBRARY", "refuse_shared_memory", "refuse_unless", "register"]
+__all__ = ["LIBRARY", "before_tracing", "refuse_shared_memory", "register"]
 
 LIBRARY = torch.library.Library("mla_ops", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_prepare_tracing: Callable[[], None] = lambda: None  # noqa: E731
+
+
+def before_tracing(prepare: Callable[[], None]) -> None:
+    """Have ``prepare`` called whenever a mutating operator is traced (it must be idempotent)."""
+    global _prepare_tracing
+    _prepare_tracing = prepare
 
 
 def register(schema: str, *, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -47,8 +54,19 @@ def register(schema: str, *, kernel: Callable[..., Any], fake: Callable[..., Any
     op = getattr(torch.ops.mla_ops, name).default
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     LIBRARY.impl(name, _refuse_gradient(name, op), "Autograd")
-    torch.library.register_fake(f"mla_ops::{name}", fake, lib=LIBRARY)
+    mutates = op._schema.is_mutable
+    torch.library.register_fake(
+        f"mla_ops::{name}", _traced(fake) if mutates else fake, lib=LIBRARY
+    )
     return op
+
+
+def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        _prepare_tracing()
+        return fake(*args, **kwargs)
+
+    return traced
 
 
 def _refuse_gradient(name: str, op: Any) -> Callable[..., Any]:
@@ -65,12 +83,6 @@ def _refuse_gradient(name: str, op: Any) -> Callable[..., Any]:
             return op(*args, **kwargs)
 
     return refuse_gradient
-
-
-def refuse_unless(ok: bool, op: str, argument: str, expected: str, actual: str, fix: str) -> None:
-    """Raise ValueError ``<op>: <argument> must be <expected>, got <actual> (<fix>)`` unless ok."""
-    if not ok:
-        raise ValueError(f"{op}: {argument} must be {expected}, got {actual} ({fix})")
 
 
 def refuse_shared_memory(

@@ -1,0 +1,105 @@
+"""The default correctness pass: a copy that one of our operators mutates stays a copy.
+
+Inductor drops a clone as a no-op, or lets the reinplacing pass take the source of a copy for the
+mutated base, so that ``y = kv.clone(); append_kv_(kv, ...); append_kv_(y, ...)`` makes y alias
+kv. Seen on torch 2.11, 2.13 and 2.14.1, also with ``torch.cat([kv])`` and ``kv.repeat(1, ...)``.
+An opaque operator in place of the copy cannot be dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mla_ops.ops._library import LIBRARY
+
+__all__ = ["keep_copies"]
+
+_NAME = "snapshot"
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+def _define() -> Any:
+    packet = getattr(torch.ops.mla_ops, _NAME, None)
+    if packet is None:
+        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+        LIBRARY.define(f"{_NAME}(Tensor tensor) -> Tensor", tags=tags)
+        LIBRARY.impl(_NAME, _snapshot, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mla_ops::{_NAME}", _snapshot, lib=LIBRARY)
+        packet = getattr(torch.ops.mla_ops, _NAME)
+    return packet.default
+
+
+snapshot_op = _define()
+_CLONE = torch.ops.aten.clone.default
+# Operators that write nothing of another tensor into their result: a base made by them is fresh.
+_FACTORY_PREFIXES = ("empty", "zeros", "ones", "full", "new_empty", "new_zeros", "rand", "arange")
+
+
+def keep_copies(graph: fx.Graph) -> None:
+    """Put ``mla_ops::snapshot`` behind every copy that an operator of ours mutates.
+
+    Args:
+        graph: the functional joint graph, before Inductor's own passes; changed in place.
+    """
+    for node in list(graph.nodes):
+        if node.op == "call_function" and _mutates_through_us(node):
+            for base in _bases(node):
+                if _may_be_dropped(base):
+                    _protect(graph, base)
+
+
+def _mutates_through_us(node: fx.Node) -> bool:
+    if "auto_functionalized" not in str(node.target):
+        return False
+    operator = node.args[0] if node.args else None
+    return getattr(operator, "namespace", None) == "mla_ops"
+
+
+def _bases(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose memory the functionalised call mutates, of either protocol."""
+    bases = node.kwargs.get("_all_bases")
+    if bases is None:
+        operator: Any = node.args[0]
+        bases = [
+            node.kwargs.get(argument.name)
+            for argument in operator._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    return [base for base in bases if isinstance(base, fx.Node)]
+
+
+def _may_be_dropped(base: fx.Node) -> bool:
+    """Tell whether Inductor could take ``base`` for another tensor's memory."""
+    if base.op != "call_function" or base.target is snapshot_op:
+        return False
+    name = getattr(base.target, "__name__", str(base.target))
+    if name == "getitem":
+        return False
+    if name.removeprefix("aten.").startswith(_FACTORY_PREFIXES):
+        return False
+    return any(isinstance(source, fx.Node) for source in base.all_input_nodes)
+
+
+def _protect(graph: fx.Graph, base: fx.Node) -> None:
+    """Make the copy opaque: a clone is replaced, any other producer gets a snapshot behind it."""
+    source = base.args[0] if base.target is _CLONE and _keeps_layout(base) else base
+    with graph.inserting_after(base):
+        kept = graph.call_function(snapshot_op, (source,))
+    kept.meta.update(base.meta)
+    base.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
+
+
+def _keeps_layout(clone: fx.Node) -> bool:
+    source = clone.args[0]
+    if not isinstance(source, fx.Node):
+        return False
+    before, after = source.meta.get("val"), clone.meta.get("val")
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return False
+    return bool(before.clone().stride() == after.stride())
