@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def uninstall() -> None:
     """Give Inductor back the pass the user had."""
     import torch._inductor.config as config
 
-    current = config.joint_custom_pre_pass
+    current: Any = config.joint_custom_pre_pass
     if installed():
         config.joint_custom_pre_pass = current.previous
 
@@ -47,8 +46,12 @@ def installed() -> bool:
     return hasattr(config.joint_custom_pre_pass, "mla_ops_pass")
 
 
-def _pass(previous: Callable[[fx.Graph], None] | None) -> Any:
+def _pass(previous: Any) -> Any:
+    """Return the pass that runs ``previous`` (None, a pass, or a sequence of them) first."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    passes = tuple(previous) if isinstance(previous, (list, tuple)) else (previous,)
+    passes = tuple(each for each in passes if each is not None)
 
     class KeepCopies(CustomGraphPass):
         mla_ops_pass = True
@@ -57,18 +60,18 @@ def _pass(previous: Callable[[fx.Graph], None] | None) -> Any:
             self.previous = previous
 
         def __call__(self, graph: fx.Graph) -> None:
-            if self.previous is not None:
-                self.previous(graph)
+            for each in passes:
+                each(graph)
             keep_copies(graph)
             _lower_storage_offset()
 
         def uuid(self) -> Any:
-            own = hashlib.sha256(Path(__file__).with_name("snapshot.py").read_bytes()).hexdigest()
-            if self.previous is None:
-                return ("mla_ops.keep_copies", own)
-            theirs = getattr(self.previous, "uuid", lambda: None)()
+            source = Path(__file__).with_name("snapshot.py").read_bytes()
+            ids = [getattr(each, "uuid", lambda: None)() for each in passes]
             # A user's pass without a uuid bypasses the compile caches, and so must the pair.
-            return None if theirs is None else ("mla_ops.keep_copies", own, theirs)
+            if None in ids:
+                return None
+            return ("mla_ops.keep_copies", hashlib.sha256(source).hexdigest(), *ids)
 
     return KeepCopies()
 

@@ -63,7 +63,7 @@ def _mutates_through_us(node: fx.Node) -> bool:
 
 def _bases(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose memory the functionalised call mutates, of either protocol."""
-    bases = node.kwargs.get("_all_bases")
+    bases: Any = node.kwargs.get("_all_bases")
     if bases is None:
         operator: Any = node.args[0]
         bases = [

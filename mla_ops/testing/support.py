@@ -52,9 +52,7 @@ def support_matrix() -> str:
             name,
             _DEVICES[name],
             ", ".join(
-                text
-                for dtype, text in _DTYPES.items()
-                if _runs(name, dtype=dtype, kv_dtype=dtype)
+                text for dtype, text in _DTYPES.items() if _runs(name, dtype=dtype, kv_dtype=dtype)
             ),
             " ".join(
                 f"({latent},{rope})"
@@ -68,9 +66,7 @@ def support_matrix() -> str:
                 )
             ),
             _span(
-                size
-                for size in _PAGE_SIZES
-                if _runs(name, page_size=size, page_stride=size * 576)
+                size for size in _PAGE_SIZES if _runs(name, page_size=size, page_stride=size * 576)
             ),
             _span(heads for heads in range(1, MAX_HEADS + 1) if _runs(name, num_heads_q=heads)),
             _span(s for s in range(1, MAX_SEQLEN_Q + 1) if _runs(name, seqlen_q=s)),
