@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mla_ops.inductor.install import install, installed, uninstall
+from mla_ops.inductor.install import enable, install, installed, uninstall
 from mla_ops.ops._library import before_tracing
 
-__all__ = ["install", "installed", "uninstall"]
+__all__ = ["enable", "install", "installed", "uninstall"]
 
 before_tracing(install)

@@ -1,33 +1,45 @@
-"""Installing the default pass: once, at the first trace of an operator that mutates."""
+"""Installing the passes on Inductor's config, beside the passes the user set."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import getsource
 from typing import Any
 
 from torch import fx
 
+from mla_ops.inductor.dedup import collapse_metadata
 from mla_ops.inductor.snapshot import keep_copies
 
-__all__ = ["SWITCH", "install", "installed", "uninstall"]
+__all__ = ["SWITCH", "enable", "install", "installed", "uninstall"]
 
 SWITCH = "MLA_OPS_INDUCTOR_PASS"
 
 
-def install() -> None:
+def install() -> bool:
     """Add the correctness pass and the missing lowering to Inductor; a second call does nothing.
 
     A pass the user set on ``torch._inductor.config.joint_custom_pre_pass`` runs first. Set the
     environment variable ``MLA_OPS_INDUCTOR_PASS=0`` to leave Inductor as it is: then a clone that
-    is mutated beside its source may alias it.
-    """
-    if os.environ.get(SWITCH) == "0" or installed():
-        return
-    import torch._inductor.config as config
+    is mutated beside its source may alias it, and a view with a symbolic storage offset is
+    refused.
 
-    config.joint_custom_pre_pass = _pass(config.joint_custom_pre_pass)
+    Returns:
+        Whether the pass is installed.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return installed()
+    if not installed():
+        import torch._inductor.config as config
+
+        config.joint_custom_pre_pass = _beside(
+            config.joint_custom_pre_pass, _keep_views_and_copies
+        )
+    return True
 
 
 def uninstall() -> None:
@@ -40,40 +52,67 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Tell whether the pass runs in compilations that start now."""
+    """Tell whether the correctness pass runs in compilations that start now."""
     import torch._inductor.config as config
 
-    return hasattr(config.joint_custom_pre_pass, "mla_ops_pass")
+    return getattr(config.joint_custom_pre_pass, "own", None) is _keep_views_and_copies
 
 
-def _pass(previous: Any) -> Any:
-    """Return the pass that runs ``previous`` (None, a pass, or a sequence of them) first."""
+@contextmanager
+def enable() -> Iterator[None]:
+    """Collapse identical metadata computations of one step, in compilations inside this context.
+
+    Two calls collapse only when every argument and every written buffer is the same value and
+    nothing between them wrote any of it. A pass the user set on
+    ``torch._inductor.config.post_grad_custom_pre_pass`` runs first.
+    """
+    import torch._inductor.config as config
+
+    ours = _beside(config.post_grad_custom_pre_pass, _collapse)
+    with config.patch(post_grad_custom_pre_pass=ours):
+        yield
+
+
+def _keep_views_and_copies(graph: fx.Graph) -> None:
+    keep_copies(graph)
+    _lower_storage_offset()
+
+
+def _collapse(graph: fx.Graph) -> None:
+    collapse_metadata(graph)
+
+
+_SOURCES: dict[Any, Any] = {_keep_views_and_copies: keep_copies, _collapse: collapse_metadata}
+
+
+def _beside(previous: Any, own: Callable[[fx.Graph], None]) -> Any:
+    """Return a pass that runs ``previous`` (None, a pass or a sequence of them), then ``own``."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     passes = tuple(previous) if isinstance(previous, (list, tuple)) else (previous,)
     passes = tuple(each for each in passes if each is not None)
 
-    class KeepCopies(CustomGraphPass):
-        mla_ops_pass = True
-
+    class Beside(CustomGraphPass):
         def __init__(self) -> None:
             self.previous = previous
+            self.own = own
 
         def __call__(self, graph: fx.Graph) -> None:
-            for each in passes:
+            for each in (*passes, own):
                 each(graph)
-            keep_copies(graph)
-            _lower_storage_offset()
 
         def uuid(self) -> Any:
-            source = Path(__file__).with_name("snapshot.py").read_bytes()
             ids = [getattr(each, "uuid", lambda: None)() for each in passes]
             # A user's pass without a uuid bypasses the compile caches, and so must the pair.
             if None in ids:
                 return None
-            return ("mla_ops.keep_copies", hashlib.sha256(source).hexdigest(), *ids)
+            return (own.__name__, hashlib.sha256(_module_source(own)).hexdigest(), *ids)
 
-    return KeepCopies()
+    return Beside()
+
+
+def _module_source(own: Callable[[fx.Graph], None]) -> bytes:
+    return getsource(sys.modules[_SOURCES[own].__module__]).encode()
 
 
 def _lower_storage_offset() -> None:

@@ -14,11 +14,14 @@ __all__ = ["LIBRARY", "before_tracing", "refuse_shared_memory", "register"]
 
 LIBRARY = torch.library.Library("mla_ops", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_prepare_tracing: Callable[[], None] = lambda: None  # noqa: E731
+_prepare_tracing: Callable[[], bool] = lambda: False  # noqa: E731
 
 
-def before_tracing(prepare: Callable[[], None]) -> None:
-    """Have ``prepare`` called whenever a mutating operator is traced (it must be idempotent)."""
+def before_tracing(prepare: Callable[[], bool]) -> None:
+    """Have ``prepare`` called whenever a mutating operator is traced (it must be idempotent).
+
+    It answers whether symbolic storage offsets survive compilation.
+    """
     global _prepare_tracing
     _prepare_tracing = prepare
 
@@ -56,14 +59,28 @@ def register(schema: str, *, kernel: Callable[..., Any], fake: Callable[..., Any
     LIBRARY.impl(name, _refuse_gradient(name, op), "Autograd")
     mutates = op._schema.is_mutable
     torch.library.register_fake(
-        f"mla_ops::{name}", _traced(fake) if mutates else fake, lib=LIBRARY
+        f"mla_ops::{name}", _traced(name, op, fake) if mutates else fake, lib=LIBRARY
     )
     return op
 
 
-def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
+def _traced(name: str, op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
+    written = [
+        (position, argument.name)
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.is_write
+    ]
+
     def traced(*args: Any, **kwargs: Any) -> Any:
-        _prepare_tracing()
+        offsets_survive = _prepare_tracing()
+        for position, argument in written:
+            tensor = args[position] if position < len(args) else kwargs[argument]
+            if not offsets_survive and isinstance(tensor.storage_offset(), torch.SymInt):
+                raise ValueError(
+                    f"{name}: {argument} must be without a symbolic storage offset while the "
+                    f"Inductor pass is off, got offset {tensor.storage_offset()} (take the view "
+                    "outside the compiled region, or unset MLA_OPS_INDUCTOR_PASS)"
+                )
         return fake(*args, **kwargs)
 
     return traced

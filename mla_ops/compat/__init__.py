@@ -1,0 +1,1 @@
+"""Drop-ins for packages that mla_ops replaces."""

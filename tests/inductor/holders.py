@@ -1,0 +1,261 @@
+"""Every way to hold a cache and mutate it that we know of; each is a small program over a pool.
+
+A program takes ``pool [L, N, P, 1, D]`` and returns a function without arguments that mutates
+memory of the pool and returns tensors. ``must``: has to be captured without a copy of the pool;
+otherwise it has to equal eager or be refused with a message that names the operator and the fix.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mla_ops import append_kv_, mla_decode, mla_metadata
+
+LAYERS, PAGES, PAGE_SIZE, HEAD_DIM, LATENT = 2, 6, 4, 160, 128
+
+
+class Tokens(NamedTuple):
+    kv_c: Tensor
+    k_pe: Tensor
+    slots: Tensor
+    other_slots: Tensor
+    q: Tensor
+    table: Tensor
+    lengths: Tensor
+
+
+class Holder(NamedTuple):
+    name: str
+    prepare: Callable  # pool -> holder object given to the step
+    step: Callable  # (holder, tokens) -> tuple of tensors
+    must: bool
+
+
+def make_pool(seed: int = 0, device: str = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (LAYERS, PAGES, PAGE_SIZE, 1, HEAD_DIM)
+    return torch.randn(shape, generator=generator).to(device)
+
+
+def make_tokens(count: int = 3, seed: int = 1, device: str = "cpu") -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(PAGES * PAGE_SIZE // 2, generator=generator)[:count]
+    tokens = Tokens(
+        kv_c=torch.randn(count, LATENT, generator=generator),
+        k_pe=torch.randn(count, HEAD_DIM - LATENT, generator=generator),
+        slots=slots,
+        other_slots=slots.flip(0) + 3,
+        q=torch.randn(count, 1, 2, HEAD_DIM, generator=generator),
+        table=torch.randint(0, PAGES // 2, (count, 3), generator=generator, dtype=torch.int32),
+        lengths=torch.randint(1, 12, (count,), generator=generator, dtype=torch.int32),
+    )
+    return Tokens(*(tensor.to(device) for tensor in tokens))
+
+
+def attend(pool: Tensor, tokens: Tokens) -> Tensor:
+    metadata = mla_metadata(tokens.lengths, num_heads_q=2)
+    return mla_decode(
+        *(tokens.q, pool, tokens.table, tokens.lengths, metadata),
+        softmax_scale=0.1,
+        head_dim_v=LATENT,
+    ).out
+
+
+def write_and_read(pools, tokens: Tokens):
+    outs = []
+    for layer, pool in enumerate(pools):
+        append_kv_(pool, tokens.kv_c + layer, tokens.k_pe, tokens.slots)
+        outs.append(attend(pool, tokens))
+    return tuple(outs)
+
+
+class Buffers(nn.Module):
+    def __init__(self, pool: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("a", pool[0].clone())
+        self.register_buffer("b", pool[1].clone())
+
+    def forward(self, tokens: Tokens):
+        return write_and_read((self.a, self.b), tokens)
+
+
+class Attributes(nn.Module):
+    def __init__(self, pool: Tensor) -> None:
+        super().__init__()
+        self.pools = [pool[0].clone(), pool[1].clone()]
+
+    def forward(self, tokens: Tokens):
+        return write_and_read(self.pools, tokens)
+
+
+def marked(pool: Tensor):
+    pools = [layer.clone() for layer in pool]
+    for tensor in pools:
+        torch._dynamo.mark_static_address(tensor)
+    return pools
+
+
+def two_layers_on_one_pool(pool, tokens):
+    append_kv_(pool, tokens.kv_c, tokens.k_pe, tokens.slots)
+    first = attend(pool, tokens)
+    append_kv_(pool, tokens.kv_c * 2, tokens.k_pe, tokens.other_slots)
+    return first, attend(pool, tokens)
+
+
+def clone_then_write(copy):
+    def step(pool, tokens):
+        other = copy(pool)
+        append_kv_(pool, tokens.kv_c, tokens.k_pe, tokens.slots)
+        append_kv_(other, tokens.kv_c * 2, tokens.k_pe, tokens.other_slots)
+        return other, attend(pool, tokens)
+
+    return step
+
+
+def write_then_clone(pool, tokens):
+    append_kv_(pool, tokens.kv_c, tokens.k_pe, tokens.slots)
+    other = pool.clone()
+    append_kv_(other, tokens.kv_c * 2, tokens.k_pe, tokens.other_slots)
+    return other, attend(pool, tokens)
+
+
+def older_value_alive(pool, tokens):
+    older = pool[1:3] * 1
+    view = pool[1:3]
+    append_kv_(pool, tokens.kv_c, tokens.k_pe, tokens.slots)
+    return older, view + 0, attend(pool, tokens)
+
+
+def snapshot_of_slice(pool, tokens):
+    older = pool[:2].clone()
+    append_kv_(pool, tokens.kv_c, tokens.k_pe, tokens.slots)
+    return (older,)
+
+
+def sibling_views(pool, tokens):
+    front, back = pool[: PAGES // 2], pool[PAGES // 2 :]
+    append_kv_(front, tokens.kv_c, tokens.k_pe, tokens.slots)
+    append_kv_(back, tokens.kv_c * 2, tokens.k_pe, tokens.slots)
+    return (attend(pool, tokens),)
+
+
+def sibling_inputs(views, tokens):
+    front, back = views
+    append_kv_(front, tokens.kv_c, tokens.k_pe, tokens.slots)
+    append_kv_(back, tokens.kv_c * 2, tokens.k_pe, tokens.slots)
+    return attend(front, tokens), attend(back, tokens)
+
+
+def outputs_in_one_buffer(pool, tokens):
+    flat = torch.zeros(3 * 2 * LATENT + 3 * 2)
+    out = flat[: 3 * 2 * LATENT].view(3, 1, 2, LATENT)
+    lse = flat[3 * 2 * LATENT :].view(3, 2, 1)
+    mla_decode(
+        *(tokens.q[:3], pool, tokens.table[:3], tokens.lengths[:3]),
+        softmax_scale=0.1,
+        head_dim_v=LATENT,
+        out=out,
+        lse=lse,
+    )
+    return (flat,)
+
+
+def select_inside(pool, tokens):
+    return write_and_read([pool[layer] for layer in range(LAYERS)], tokens)
+
+
+def unbind_inside(pool, tokens):
+    return write_and_read(pool.unbind(0), tokens)
+
+
+def narrow_inside(pool, tokens):
+    return write_and_read([pool.narrow(0, i, 1).squeeze(0) for i in range(LAYERS)], tokens)
+
+
+def expanded(pool, tokens):
+    append_kv_(pool, tokens.kv_c, tokens.k_pe, tokens.slots)
+    return (attend(pool, tokens),)
+
+
+def one(view):
+    return lambda pool: view(pool[0].clone())
+
+
+def misaligned(pool):
+    flat = torch.empty(pool[0].numel() + 1, device=pool.device)
+    flat[1:].copy_(pool[0].reshape(-1))
+    return flat[1:].view(pool[0].shape)
+
+
+def written_inside(view):
+    return lambda pool, tokens: write_and_read([view(pool)], tokens)
+
+
+def same(pool):
+    return pool
+
+
+HOLDERS = [
+    Holder("module_buffers", Buffers, lambda module, t: module(t), must=True),
+    Holder("module_attributes", Attributes, lambda module, t: module(t), must=True),
+    Holder(
+        "per_layer_tensors",
+        lambda p: [x.clone() for x in p],
+        lambda p, t: write_and_read(p, t),
+        True,
+    ),
+    Holder("marked_arguments", marked, lambda p, t: write_and_read(p, t), must=True),
+    Holder(
+        "view",
+        one(same),
+        written_inside(lambda x: x.view(PAGES // 2, PAGE_SIZE * 2, 1, HEAD_DIM)),
+        must=True,
+    ),
+    Holder("unsqueeze", one(lambda x: x[:, :, 0]), written_inside(lambda x: x.unsqueeze(2)), True),
+    Holder("leading_slice", one(same), written_inside(lambda x: x[:4]), must=True),
+    Holder("select_outside", lambda p: list(p.clone()), lambda p, t: write_and_read(p, t), True),
+    Holder("two_layers_on_one_pool", one(same), two_layers_on_one_pool, must=True),
+    Holder("select_inside", torch.clone, select_inside, must=False),
+    Holder("unbind_inside", torch.clone, unbind_inside, must=False),
+    Holder("narrow_inside", torch.clone, narrow_inside, must=False),
+    Holder("sibling_views", one(same), sibling_views, must=False),
+    Holder("sibling_inputs", lambda p: p[0].clone().split(PAGES // 2), sibling_inputs, False),
+    Holder("outputs_in_one_buffer", one(same), outputs_in_one_buffer, must=False),
+    Holder("clone", one(same), clone_then_write(torch.clone), must=False),
+    Holder("clone_of_slice", one(same), clone_then_write(lambda x: x[1:].clone()), must=False),
+    Holder("clone_viewed", one(same), clone_then_write(lambda x: x.clone()[:]), must=False),
+    Holder(
+        "empty_copy", one(same), clone_then_write(lambda x: torch.empty_like(x).copy_(x)), False
+    ),
+    Holder("to_copy", one(same), clone_then_write(lambda x: x.to(x.dtype, copy=True)), False),
+    Holder("cat_of_one", one(same), clone_then_write(lambda x: torch.cat([x])), must=False),
+    Holder("stack_of_one", one(same), clone_then_write(lambda x: torch.stack([x])[0]), False),
+    Holder("repeat_once", one(same), clone_then_write(lambda x: x.repeat(1, 1, 1, 1)), False),
+    Holder("plus_zero", one(same), clone_then_write(lambda x: x + 0), must=False),
+    Holder(
+        "padded_by_nothing",
+        one(same),
+        clone_then_write(lambda x: torch.nn.functional.pad(x, (0, 0))),
+        must=False,
+    ),
+    Holder("write_then_clone", one(same), write_then_clone, must=False),
+    Holder("older_value_alive", one(same), older_value_alive, must=False),
+    Holder("snapshot_of_slice", one(same), snapshot_of_slice, must=False),
+    Holder("expanded", lambda p: p[0, :1].clone().expand(PAGES, -1, -1, -1), expanded, must=False),
+    Holder(
+        "overlapping",
+        lambda p: p[0].clone().as_strided((4, PAGE_SIZE, 1, HEAD_DIM), (160, 160, 160, 1)),
+        expanded,
+        must=False,
+    ),
+    Holder("misaligned", misaligned, expanded, must=False),
+]
+
+
+def state(held) -> list[Tensor]:
+    """Return every tensor of a holder, to compare the whole memory after a step."""
+    if isinstance(held, nn.Module):
+        return [*held.buffers(), *getattr(held, "pools", [])]
+    return list(held) if isinstance(held, (list, tuple)) else [held]

@@ -1,0 +1,142 @@
+"""The passes: installed at the first trace, composing, cached under a stable uuid, switchable."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch._inductor.config as config
+from holders import HOLDERS
+from test_holders import run
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import run_and_get_code
+
+import mla_ops
+from mla_ops import inductor
+
+BY_NAME = {holder.name: holder for holder in HOLDERS}
+
+
+@pytest.fixture
+def fresh_config():
+    with config.patch(joint_custom_pre_pass=None, force_disable_caches=True):
+        torch._dynamo.reset()
+        yield
+    torch._dynamo.reset()
+
+
+def differs(name, dynamic):
+    ours, theirs = run(BY_NAME[name], "inductor", dynamic)
+    return any(
+        not torch.allclose(mine, eager, atol=1e-5)
+        for trace, expected in zip(ours, theirs, strict=True)
+        for mine, eager in zip(trace, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["clone", "to_copy", "empty_copy", "repeat_once", "cat_of_one"])
+def test_canary_torch_still_aliases_a_mutated_copy(name, fresh_config, monkeypatch):
+    """Symptom upstream: ``y = kv.clone(); op_(kv); op_(y)`` corrupts both pools.
+
+    When this fails, torch has mended the pattern: note the version in the pass's docstring.
+    """
+    monkeypatch.setenv("MLA_OPS_INDUCTOR_PASS", "0")
+    assert differs(name, dynamic=False)
+    monkeypatch.delenv("MLA_OPS_INDUCTOR_PASS")
+    assert not differs(name, dynamic=False)
+
+
+@pytest.mark.parametrize("name", ["select_inside", "unbind_inside", "narrow_inside"])
+def test_without_the_pass_a_symbolic_offset_is_refused(name, fresh_config, monkeypatch):
+    monkeypatch.setenv("MLA_OPS_INDUCTOR_PASS", "0")
+    with pytest.raises(Exception, match="symbolic storage offset while the Inductor pass is off"):
+        differs(name, dynamic=True)
+
+
+def test_installed_by_the_first_trace_not_by_import():
+    code = (
+        "import torch, mla_ops, sys\n"
+        "assert not any(m.startswith('torch._inductor') for m in sys.modules)\n"
+        "kv = torch.zeros(2, 4, 1, 160)\n"
+        "f = lambda kv: mla_ops.append_kv_(kv, torch.ones(1, 128), torch.ones(1, 32),"
+        " torch.tensor([3]))\n"
+        "torch.compile(f, backend='aot_eager')(kv)\n"
+        "assert mla_ops.inductor.installed()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+class Recorder(CustomGraphPass):
+    def __init__(self):
+        self.ran = 0
+
+    def __call__(self, graph):
+        self.ran += 1
+
+    def uuid(self):
+        return "recorder"
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one", "sequence"])
+def test_composes_with_the_users_passes(fresh_config, many):
+    recorder = Recorder()
+    config.joint_custom_pre_pass = [recorder] if many else recorder
+    assert not differs("clone", dynamic=False)
+    assert recorder.ran > 0
+    assert "recorder" in config.joint_custom_pre_pass.uuid()
+    inductor.uninstall()
+    current = config.joint_custom_pre_pass
+    assert (current[0] if many else current) is recorder
+
+
+def test_uuid_is_stable_and_absent_beside_a_pass_without_one(fresh_config):
+    inductor.install()
+    first = config.joint_custom_pre_pass.uuid()
+    inductor.uninstall()
+    inductor.install()
+    assert config.joint_custom_pre_pass.uuid() == first is not None
+    inductor.uninstall()
+    config.joint_custom_pre_pass = lambda graph: None
+    inductor.install()
+    assert config.joint_custom_pre_pass.uuid() is None
+
+
+def in_place(buffers, lengths, write):
+    outs = []
+    for layer in range(4):
+        metadata = buffers.update(lengths)
+        outs += [metadata.num_splits + 0, metadata.tile_scheduler_metadata + 0]
+        if write and layer == 1:
+            lengths.add_(1000)
+    return outs
+
+
+def functional(_, lengths, write):
+    outs = []
+    for layer in range(4):
+        outs += [tensor + 0 for tensor in mla_ops.mla_metadata(lengths, num_heads_q=16)]
+        if write and layer == 1:
+            lengths.add_(1000)
+    return outs
+
+
+def metadata_launches(step, write):
+    torch._dynamo.reset()
+    buffers = mla_ops.MLAMetadataBuffers(8, num_heads_q=16)
+    lengths = torch.tensor([5, 100, 4000], dtype=torch.int32)
+    expected = step(mla_ops.MLAMetadataBuffers(8, num_heads_q=16), lengths.clone(), write)
+    compiled = torch.compile(step, fullgraph=True)
+    outs, (code, *_) = run_and_get_code(compiled, buffers, lengths.clone(), write)
+    for got, eager in zip(outs, expected, strict=True):
+        assert torch.equal(got, eager)
+    return code.count("mla_metadata_out.default(") + code.count("mla_metadata.default(")
+
+
+@pytest.mark.parametrize("step", [in_place, functional])
+def test_repeated_metadata_collapses_to_one_only_when_asked(step, fresh_config):
+    assert metadata_launches(step, write=False) == 4
+    with inductor.enable():
+        assert metadata_launches(step, write=False) == 1
+        # Lengths written between the second and the third call: two plans are needed.
+        assert metadata_launches(step, write=True) == 2
