@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from math import isqrt
 
 import torch
 from torch import Tensor
 
 from mla_ops.backends import reference
-from mla_ops.shapes import BLOCK_TOKENS, DecodeShape, ceil_div
+from mla_ops.shapes import BALANCED_SPLITS_PER_BLOCK, BLOCK_TOKENS, DecodeShape, ceil_div
 
 __all__ = [
     "append_kv_",
@@ -148,7 +149,10 @@ def mla_metadata_out(
     start = torch.nn.functional.pad(torch.cumsum(blocks + overhead, 0), (1, 0))
     boundaries = start.tolist()
     total = boundaries[-1]
-    payload = ceil_div(total, parts) + overhead
+    quota = ceil_div(total, parts)
+    if schedule == "balanced" and batch > 0:
+        quota = max(quota, isqrt(int(blocks.amax()) // BALANCED_SPLITS_PER_BLOCK))
+    payload = quota + overhead
     begins = [0]
     for _ in range(parts):
         reach = begins[-1] + payload

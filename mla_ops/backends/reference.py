@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_ops.shapes import BLOCK_TOKENS, IDLE_REQUEST, DecodeShape
+from mla_ops.shapes import BALANCED_SPLITS_PER_BLOCK, BLOCK_TOKENS, IDLE_REQUEST, DecodeShape
 
 __all__ = [
     "append_kv_",
@@ -120,7 +120,10 @@ def mla_metadata_out(
     blocks = (lengths - 1).clamp(min=0) // BLOCK_TOKENS + 1
     start = torch.nn.functional.pad(torch.cumsum(blocks + overhead, 0), (1, 0))  # [B + 1]
     total = start[-1]
-    payload = (total + parts - 1) // parts + overhead
+    quota = (total + parts - 1) // parts
+    if schedule == "balanced" and batch > 0:
+        quota = balanced_quota(quota, blocks.amax())
+    payload = quota + overhead
 
     begins = [torch.zeros_like(total)]
     for _ in range(parts):
@@ -129,6 +132,17 @@ def mla_metadata_out(
         begins.append(torch.minimum(torch.maximum(boundary, reach - overhead), total))
     begin = torch.stack(begins)  # [T + 1]
     write_schedule(begin, start, blocks, lengths, tile_scheduler_metadata, num_splits, batch=batch)
+
+
+def balanced_quota(own: Tensor, longest: Tensor) -> Tensor:
+    """Return the blocks of a part that minimise the modelled time of decode and combine.
+
+    Args:
+        own: blocks of a part in FlashMLA's schedule, a 0-d integer tensor.
+        longest: blocks of the longest request.
+    """
+    cheapest = (longest // BALANCED_SPLITS_PER_BLOCK).double().sqrt().long()
+    return torch.maximum(own, cheapest)
 
 
 def write_schedule(

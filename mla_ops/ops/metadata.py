@@ -96,7 +96,7 @@ _OUT_SCHEMA = (
     "mla_metadata_out(Tensor cache_seqlens, Tensor(a!) tile_scheduler_metadata, "
     f"Tensor(b!) num_splits, {_ARGUMENTS}) -> ()"
 )
-SCHEDULES = ("auto", "flash_mla")
+SCHEDULES = ("auto", "flash_mla", "balanced")
 
 
 def _check(
@@ -294,7 +294,7 @@ def fill_metadata(
         overhead=SPLIT_OVERHEAD_BLOCKS,
         topk=topk,
         topk_length=topk_length,
-        schedule="flash_mla" if schedule == "auto" else schedule,
+        schedule="balanced" if schedule == "auto" else schedule,
     )
 
 
