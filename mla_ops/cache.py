@@ -32,7 +32,8 @@ class _FixedBuffers(nn.Module):
         """Move buffers like any module, but never change a dtype nor an address in use."""
         for name, buffer in list(self._buffers.items()):
             assert buffer is not None
-            moved = fn(buffer)
+            # Probe with an empty tensor: a converted copy of a pool could exhaust the memory.
+            moved = fn(buffer.new_empty(0))
             if moved.device != buffer.device and self._used():
                 raise RuntimeError(
                     f"{type(self).__name__}: device must be chosen before first use, got a move "
@@ -73,6 +74,11 @@ class MLAMetadataBuffers(_FixedBuffers):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if num_heads_k < 1 or (num_sm_parts is not None and num_sm_parts < 1):
+            raise ValueError(
+                "MLAMetadataBuffers: num_heads_k and num_sm_parts must be >= 1, got "
+                f"{num_heads_k} and {num_sm_parts} (leave them at their defaults)"
+            )
         self.max_batch_size = max_batch_size
         self.max_seqlen_q = max_seqlen_q
         self.num_heads_q = num_heads_q
@@ -202,9 +208,10 @@ class PagedKVCache(_FixedBuffers):
         # Host-side bookkeeping of allocate, free and reset; never read inside a graph.
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
         self._row_pages: list[list[int]] = [[] for _ in range(max_batch_size)]
+        self._allocated = False
 
     def _used(self) -> bool:
-        return len(self._free_pages) < self.num_pages
+        return self._allocated
 
     def kv_cache(self, layer: int) -> Tensor:
         """Return the pool of ``layer``, [N, P, 1, D]."""
@@ -214,12 +221,16 @@ class PagedKVCache(_FixedBuffers):
         """Give ``row`` enough pages for ``num_tokens`` tokens in all; it is live from now on.
 
         Raises:
-            IndexError: no such row.
+            IndexError, ValueError: no such row, or a negative number of tokens.
             CacheCapacityError: beyond max_seq_len or out of pages; nothing was changed.
             RuntimeError: called inside a compiled region or a CUDA graph capture.
         """
         self._refuse_inside_graph("allocate")
         self._check_row(row)
+        if num_tokens < 0:
+            raise ValueError(
+                f"PagedKVCache: num_tokens must be >= 0, got {num_tokens} (use free to shrink)"
+            )
         if num_tokens > self.max_seq_len:
             raise CacheCapacityError(
                 f"PagedKVCache: num_tokens must be at most max_seq_len = {self.max_seq_len}, got "
@@ -234,6 +245,7 @@ class PagedKVCache(_FixedBuffers):
                 f"PagedKVCache: row {row} must find {wanted} free pages, got "
                 f"{len(self._free_pages)} of {self.num_pages} (raise num_pages or free a row)"
             )
+        self._allocated = True
         pages = [self._free_pages.pop() for _ in range(wanted)]
         table = torch.tensor(pages, dtype=torch.int32)
         self.block_table[row, len(owned) : len(owned) + wanted].copy_(table)
@@ -266,7 +278,8 @@ class PagedKVCache(_FixedBuffers):
         Returns:
             slot_mapping [batch_size * num_tokens] int64, row-major: where to append the new
             tokens. Rows that are not live keep length 0 and get -1, as do tokens beyond the
-            capacity of their row, whose length stops there.
+            capacity of their row, whose length stops there: allocate before the step, the graph
+            cannot raise.
 
         Raises:
             CacheCapacityError: more rows than ``max_batch_size``.
@@ -289,6 +302,11 @@ class PagedKVCache(_FixedBuffers):
 
     def append_(self, layer: int, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
         """Write kv_c [n, latent] and k_pe [n, rope] into the slots of ``layer``, in the graph."""
+        if kv_c.shape[-1] != self.latent_dim:
+            raise ValueError(
+                f"PagedKVCache: kv_c must be [n, latent_dim] = [n, {self.latent_dim}], got shape "
+                f"{tuple(kv_c.shape)} (pass the latent and the rope apart)"
+            )
         append_kv_(self.kv_cache(layer), kv_c, k_pe, slot_mapping)
 
     def _check_row(self, row: int) -> None:

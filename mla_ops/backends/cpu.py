@@ -70,10 +70,12 @@ def mla_decode_out(
     head_dim_v = out.shape[-1]
     wide = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
     capacity = block_table.shape[1] * page_size
-    gathered = torch.empty((block_table.shape[1], page_size, head_dim), dtype=pool.dtype)
+    lengths = cache_seqlens.clamp(0, capacity).tolist()
+    longest = ceil_div(max(lengths), page_size)
+    gathered = torch.empty((longest, page_size, head_dim), dtype=pool.dtype)
     widened = gathered if wide == pool.dtype else torch.empty(gathered.shape, dtype=wide)
 
-    for b, length in enumerate(cache_seqlens.clamp(0, capacity).tolist()):
+    for b, length in enumerate(lengths):
         if length == 0:
             out[b] = 0
             lse[b] = -torch.inf
@@ -87,7 +89,7 @@ def mla_decode_out(
         if hidden is not None:
             keys.masked_fill_(hidden[:, None], 0)
         wide_keys = widened.view(-1, head_dim)[:length]
-        if wide_keys is not keys and wide != pool.dtype:
+        if wide != pool.dtype:
             wide_keys.copy_(keys)
         _attend(
             *(q[b], wide_keys, keys[:, :head_dim_v], hidden, out[b], lse[b]),
@@ -126,7 +128,9 @@ def _attend(
     result = torch.mm(weights.view(-1, length).to(values.dtype), values)
     result = result.view(seqlen_q, heads, -1)
     if attn_sink is not None:
-        result = result * torch.sigmoid(log_sum - attn_sink)[..., None]
+        share = torch.sigmoid(log_sum - attn_sink)
+        # An empty row stays 0 even beside a sink of -inf.
+        result = result * torch.where(log_sum == -torch.inf, 0.0, share)[..., None]
     out.copy_(result)
 
 

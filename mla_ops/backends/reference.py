@@ -66,7 +66,9 @@ def mla_decode_out(
     weights = torch.exp(logits - torch.where(log_sum == -torch.inf, 0.0, log_sum)[..., None])
     result = torch.einsum("bsht,btv->bshv", weights, keys[..., :head_dim_v])
     if attn_sink is not None:
-        result = result * torch.sigmoid(log_sum - attn_sink.to(compute))[..., None]
+        share = torch.sigmoid(log_sum - attn_sink.to(compute))
+        # An empty row stays 0 even beside a sink of -inf.
+        result = result * torch.where(log_sum == -torch.inf, 0.0, share)[..., None]
     out.copy_(result)
     lse.copy_(log_sum.transpose(1, 2))
 

@@ -140,7 +140,8 @@ def _out_fake(*args: Any) -> None:
 
 def _dispatch(*args: Any) -> tuple[Tensor, Tensor]:
     backend, shape = _check(*args, traced=False)
-    if backend == "flash_mla" and shape.batch_size * shape.seqlen_q and shape.max_pages:
+    empty = 0 in (shape.batch_size, shape.seqlen_q, shape.max_pages, shape.num_pages)
+    if backend == "flash_mla" and not empty:
         result: tuple[Tensor, Tensor] = kernel(backend, "mla_decode")(
             *_scheduled(args)[:6], **_options(args)
         )

@@ -1,0 +1,1 @@
+"""The subcommands of ``python -m mla_ops``, one file each: ``configure(parser)`` and ``run``."""

@@ -1,0 +1,130 @@
+"""Copies of big buffers, in Inductor's post-grad graph and in the code generated from it.
+
+The generated code is the truth: Inductor drops copies that the graph asks for, fuses them into
+other kernels, and adds copies of its own to satisfy a layout. The graph is the second witness,
+used where there is no code to read (graphs traced for a device this machine lacks, C++ wrappers).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+__all__ = ["BigCopy", "Size", "graph_copies", "graph_inputs", "size_of", "symbol_hints"]
+
+# Names of operators whose whole result comes from one input of the same size, up to a few rows.
+COPYING = frozenset(
+    (
+        *(
+            "aten.clone",
+            "aten.copy",
+            "aten._to_copy",
+            "aten.contiguous",
+            "aten.cat",
+            "aten.repeat",
+        ),
+        *("aten.index_put", "aten._unsafe_index_put", "aten.index_copy", "aten.index_add"),
+        *("aten.index_fill", "aten.scatter", "aten.scatter_add", "aten.scatter_reduce"),
+        *("aten.masked_scatter", "aten.slice_scatter", "aten.select_scatter"),
+        *("aten.as_strided_scatter", "aten.diagonal_scatter"),
+        *("prims.convert_element_type", "prims.clone", "mla_ops.snapshot"),
+    )
+)
+
+
+class BigCopy(NamedTuple):
+    """One copy of a big buffer: how many bytes are written and which kernel or node does it."""
+
+    bytes: int
+    where: str
+
+
+class Size(NamedTuple):
+    """Elements of a buffer and bytes of each."""
+
+    numel: int
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return self.numel * self.itemsize
+
+
+def operator_name(target: Any) -> str:
+    """Name an operator as ``namespace.name``; its overload is left out."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket).replace("::", ".")
+    return str(getattr(target, "__name__", target))
+
+
+def size_of(value: Any) -> Size | None:
+    """Measure a (fake) tensor, symbolic sizes by the sizes it was traced with."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    sizes = [_hint(size) for size in value.shape]
+    if any(size is None for size in sizes):
+        return None
+    return Size(math.prod(size for size in sizes if size is not None), value.element_size())
+
+
+def graph_inputs(graph: fx.Graph) -> dict[str, Size]:
+    """Map the tensors a graph is given to their sizes."""
+    sizes = {
+        node.name: size_of(node.meta.get("val"))
+        for node in graph.nodes
+        if node.op in ("placeholder", "get_attr")
+    }
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def symbol_hints(graph: fx.Graph) -> dict[str, int]:
+    """Map the symbols of a graph's dynamic sizes to the values it was traced with."""
+    hints: dict[str, int] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val") if node.op == "placeholder" else None
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                hint = _hint(size)
+                if hint is not None:
+                    hints[str(size.node.expr)] = hint
+    return hints
+
+
+def graph_copies(graph: fx.Graph, big_bytes: int) -> list[BigCopy]:
+    """List the nodes that copy a buffer of at least ``big_bytes``."""
+    found = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = operator_name(node.target)
+        written = _written(node, name)
+        if written is None or written.bytes < big_bytes:
+            continue
+        sources = node.all_input_nodes[1:] if name == "aten.copy_" else node.all_input_nodes
+        read = [size_of(source.meta.get("val")) for source in sources]
+        if any(size is not None and size.bytes >= big_bytes for size in read):
+            arguments = ", ".join(source.name for source in node.all_input_nodes)
+            found.append(BigCopy(written.bytes, f"{name}({arguments})"))
+    return found
+
+
+def _written(node: fx.Node, name: str) -> Size | None:
+    """Size what a copying node writes; None for every other node."""
+    if name == "aten.copy_":
+        target, source = node.args[0], node.args[1]
+        # Left behind by the reinplacing pass, and dropped when it is lowered.
+        if target is source or not isinstance(target, fx.Node):
+            return None
+        return size_of(target.meta.get("val"))
+    return size_of(node.meta.get("val")) if name in COPYING else None
+
+
+def _hint(size: Any) -> int | None:
+    if isinstance(size, int):
+        return size
+    hint = getattr(size.node, "hint", None) if isinstance(size, torch.SymInt) else None
+    return None if hint is None else int(hint)

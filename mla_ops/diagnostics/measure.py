@@ -1,0 +1,227 @@
+"""What torch.compile did with a callable: measured once, used by demo, testing and explain."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mla_ops import _torch_compile as private
+from mla_ops.diagnostics.copies import BigCopy, graph_copies, graph_inputs, symbol_hints
+from mla_ops.diagnostics.generated_code import CodeFacts, read_code
+from mla_ops.diagnostics.measurement import GraphBreak, Measurement, Recompile
+
+__all__ = ["BIG_BYTES", "Recorder", "measure", "measuring"]
+
+# 1 MiB: above the activations of a decode step, below any useful pool.
+BIG_BYTES = 1 << 20
+
+
+class _Graph(NamedTuple):
+    compile_id: str
+    code: str
+    facts: CodeFacts | None
+    copies: list[BigCopy] | None
+    wants_cudagraphs: bool
+    on_cuda: bool
+
+
+class Recorder:
+    """Collects while ``measuring`` is entered; ``result`` may be read inside or after it."""
+
+    def __init__(self, big_bytes: int = BIG_BYTES) -> None:
+        self.big_bytes = big_bytes
+        self._graphs: list[_Graph] = []
+        self._recompiles: list[Recompile] = []
+        self._messages: list[str] = []
+        self._recordings = 0
+        self._replays = 0
+        self._events_known = False
+        self._replays_known = False
+        self._breaks_before = len(private.graph_breaks() or ())
+        self._guards_seen = Counter(private.guard_failures() or ())
+        self._graphs_before = private.counter("stats", "unique_graphs")
+        self._skips_before = private.counter("inductor", "cudagraph_skips")
+
+    def result(self, outputs: Sequence[Any] = ()) -> Measurement:
+        """Return what was seen so far."""
+        graphs = _since(self._graphs_before, private.counter("stats", "unique_graphs"))
+        breaks = private.graph_breaks()
+        facts = [graph.facts for graph in self._latest()]
+        # Code that was never shown says nothing about copies, unless nothing was compiled.
+        readable = bool(facts) or graphs == 0
+        launches: Counter[str] = sum((fact.launches for fact in facts if fact), Counter())
+        all_read = readable and all(fact is not None for fact in facts)
+        return Measurement(
+            graphs=graphs,
+            breaks=None if breaks is None else _unique(breaks[self._breaks_before :]),
+            recompiles=tuple(self._recompiles) if self._events_known else None,
+            launches=dict(sorted(launches.items())) if all_read else None,
+            kernels=sum(fact.kernels for fact in facts if fact) if all_read else None,
+            clones=self._clones() if readable else None,
+            capturable=sum(graph.wants_cudagraphs and graph.on_cuda for graph in self._graphs),
+            recordings=self._recordings if self._events_known else None,
+            replays=self._replays if self._replays_known else None,
+            skips=self._skips(),
+            reasons=tuple(self._messages),
+            codes=tuple(graph.code for graph in self._graphs),
+            outputs=tuple(outputs),
+        )
+
+    def _skips(self) -> int | None:
+        """Count skips of graphs on CUDA: torch also counts, without a word, those on the CPU."""
+        counted = _since(self._skips_before, private.counter("inductor", "cudagraph_skips"))
+        on_cpu = sum(graph.wants_cudagraphs and not graph.on_cuda for graph in self._graphs)
+        return None if counted is None else max(counted - on_cpu, len(self._messages))
+
+    def _latest(self) -> list[_Graph]:
+        """Return the last graph of each frame: what a step runs now."""
+        return list({_frame(graph.compile_id): graph for graph in self._graphs}.values())
+
+    def _clones(self) -> tuple[BigCopy, ...] | None:
+        found: list[BigCopy] = []
+        for graph in self._latest():
+            copies = graph.copies if graph.facts is None else graph.facts.copies
+            if copies is None:
+                return None
+            found += copies
+        return tuple(found)
+
+    def _add_graph(self, seen: private.GeneratedCode) -> None:
+        graph = seen.graph
+        inputs = {} if graph is None else graph_inputs(graph)
+        symbols = {} if graph is None else symbol_hints(graph)
+        self._graphs.append(
+            _Graph(
+                compile_id=seen.compile_id,
+                code=seen.code,
+                # Without the graph the sizes of the inputs are unknown, and so are the copies.
+                facts=None
+                if graph is None
+                else read_code(seen.code, inputs, symbols, self.big_bytes),
+                copies=None if graph is None else graph_copies(graph, self.big_bytes),
+                wants_cudagraphs=seen.wants_cudagraphs,
+                on_cuda="cuda" in seen.device_types,
+            )
+        )
+
+    def _add_event(self, trigger: str, compile_id: str) -> None:
+        if trigger == "CUDAGRAPH_RECORDING":
+            self._recordings += 1
+        elif trigger == "DYNAMO":
+            failures = Counter(private.guard_failures() or ())
+            new = tuple((failures - self._guards_seen).elements())
+            self._guards_seen = failures
+            if _is_recompile(compile_id):
+                self._recompiles.append(Recompile(compile_id, new))
+
+    def _add_replay(self) -> None:
+        self._replays += 1
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[Recorder]:
+        with (
+            private.caches_off(),
+            private.generated_code(self._add_graph),
+            private.skip_messages(self._messages),
+            private.compile_events(self._add_event) as self._events_known,
+            private.replays(self._add_replay) as self._replays_known,
+        ):
+            yield self
+
+
+@contextlib.contextmanager
+def measuring(big_bytes: int = BIG_BYTES, *, reset: bool = True) -> Iterator[Recorder]:
+    """Record what torch.compile does with the code inside the ``with`` statement.
+
+    Settings, hooks and logging of the caller are as before afterwards. Inside, compile caches are
+    off, so that code is generated where it can be seen.
+
+    Args:
+        big_bytes: from how many bytes on a copied buffer counts as a clone.
+        reset: forget all compiled functions first (``torch._dynamo.reset``); else only what is
+            compiled inside is seen.
+
+    Yields:
+        Recorder: ``recorder.result()`` is the Measurement.
+    """
+    if reset:
+        private.reset()
+    with Recorder(big_bytes)._recording() as recorder:
+        yield recorder
+
+
+def measure(
+    fn: Callable[..., Any],
+    *args: Any,
+    steps: int = 3,
+    mode: str | None = "reduce-overhead",
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    big_bytes: int = BIG_BYTES,
+    inputs: Callable[[int], Sequence[Any]] | None = None,
+    reset: bool = True,
+    **kwargs: Any,
+) -> Measurement:
+    """Compile ``fn``, run it ``steps`` times and tell what happened.
+
+    Args:
+        fn: function or module, not compiled yet.
+        *args: its arguments, the same objects at every step.
+        steps: calls; CUDA graphs need 3 (warm-up, recording, replay).
+        mode: of ``torch.compile``.
+        fullgraph: of ``torch.compile``; False lists graph breaks instead of raising.
+        dynamic: of ``torch.compile``.
+        big_bytes: from how many bytes on a copied buffer counts as a clone.
+        inputs: makes the positional arguments of each step from its number, in place of ``args``.
+        reset: forget all compiled functions first.
+        **kwargs: keyword arguments of ``fn``.
+
+    Returns:
+        Measurement.
+
+    Raises:
+        TypeError: both ``args`` and ``inputs`` were given.
+    """
+    if args and inputs is not None:
+        raise TypeError("measure: args must be empty with inputs=, got both (give one of them)")
+    with measuring(big_bytes, reset=reset) as recorder:
+        compiled = torch.compile(fn, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
+        outputs = []
+        for step in range(steps):
+            torch.compiler.cudagraph_mark_step_begin()
+            result = compiled(*(args if inputs is None else inputs(step)), **kwargs)
+            # Copied: the next replay overwrites the tensors a CUDA graph returned.
+            outputs.append(pytree.tree_map_only(torch.Tensor, _copy, result))
+        return recorder.result(outputs)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _since(before: int | None, now: int | None) -> int | None:
+    """Subtract counters; one that was cleared meanwhile counts from 0."""
+    if before is None or now is None:
+        return None
+    return now - before if now >= before else now
+
+
+def _unique(breaks: Sequence[tuple[str, str]]) -> tuple[GraphBreak, ...]:
+    """Drop repetitions: Dynamo restarts a frame after a break and meets it again."""
+    return tuple(GraphBreak(*entry) for entry in dict.fromkeys(breaks))
+
+
+def _frame(compile_id: str) -> str:
+    """Cut "3/1" (frame 3, its second compilation) to the frame, attempts left out."""
+    return compile_id.split("/")[0]
+
+
+def _is_recompile(compile_id: str) -> bool:
+    match = re.search(r"/(\d+)", compile_id)
+    return match is not None and int(match[1]) > 0

@@ -1,0 +1,53 @@
+"""Weight absorption: move kv_b_proj from the cached keys to the queries and the outputs.
+
+``q_nope . (W_UK c) = (W_UK^T q_nope) . c`` and ``sum_t p_t (W_UV c_t) = W_UV sum_t p_t c_t``: the
+attention then runs on the cached latents c themselves, and kv_b_proj costs the same for a cache
+of one token and of a hundred thousand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["absorb_q", "expand_out", "split_kv_b"]
+
+
+def split_kv_b(
+    weight: Tensor, num_heads: int, qk_nope_head_dim: int, v_head_dim: int
+) -> tuple[Tensor, Tensor]:
+    """View the weight of kv_b_proj as the up-projections of every head's keys and values.
+
+    Args:
+        weight: [H * (nope + v), latent], as in a checkpoint.
+        num_heads: H.
+        qk_nope_head_dim: width of a key without its rope.
+        v_head_dim: width of a value.
+
+    Returns:
+        ``(w_uk [H, nope, latent], w_uv [H, v, latent])``: views, no copy of the weight.
+
+    Raises:
+        ValueError: the rows are not H * (nope + v).
+    """
+    width = qk_nope_head_dim + v_head_dim
+    if weight.dim() != 2 or weight.shape[0] != num_heads * width:
+        raise ValueError(
+            f"split_kv_b: weight must be [H * (nope + v), latent] with {num_heads * width} rows, "
+            f"got shape {tuple(weight.shape)} (pass kv_b_proj.weight and this rank's num_heads)"
+        )
+    per_head = weight.view(num_heads, width, -1)
+    return (
+        per_head.narrow(1, 0, qk_nope_head_dim),
+        per_head.narrow(1, qk_nope_head_dim, v_head_dim),
+    )
+
+
+def absorb_q(q_nope: Tensor, w_uk: Tensor) -> Tensor:
+    """Project queries [..., H, nope] to the latent space of the cache, [..., H, latent]."""
+    return torch.einsum("...hn,hnl->...hl", q_nope, w_uk)
+
+
+def expand_out(out_latent: Tensor, w_uv: Tensor) -> Tensor:
+    """Project attention over latents [..., H, latent] to values, [..., H, v]."""
+    return torch.einsum("...hl,hvl->...hv", out_latent, w_uv)
