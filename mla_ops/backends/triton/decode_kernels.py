@@ -254,9 +254,7 @@ def combine_kernel(
     sequence = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
     sequences = tl.arange(0, BATCH_BLOCK)
-    tiles = _tiles(
-        cache_seqlens_ptr, sequences, sequences < batch, max_pages * PAGE_SIZE, BLOCK_N
-    )
+    tiles = _tiles(cache_seqlens_ptr, sequences, sequences < batch, max_pages * PAGE_SIZE, BLOCK_N)
     total = tl.sum(tiles, 0)
     origin = tl.sum(tl.where(sequences < sequence, tiles, 0), 0)
     count = tl.sum(tl.where(sequences == sequence, tiles, 0), 0)
@@ -280,9 +278,7 @@ def combine_kernel(
                 here = base + split
                 slot = 2 * ((first + here) * GROUPS + group) + tl.where(here == 0, second, 0)
                 slot_row = slot * BLOCK_H + local
-                lse2 = tl.load(
-                    partial_lse_ptr + slot_row, mask=here < splits, other=-float("inf")
-                )
+                lse2 = tl.load(partial_lse_ptr + slot_row, mask=here < splits, other=-float("inf"))
                 value = tl.load(
                     partial_ptr + (slot_row * LATENT + start)[:, None] + column[None, :],
                     mask=(here < splits)[:, None],

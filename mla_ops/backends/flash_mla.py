@@ -1,0 +1,334 @@
+"""Adapter to whatever flash_mla is importable: detection by capability, argument mapping only.
+
+Three generations of the dense decode kernel are served. ``dense_decode_fwd`` (an operator of
+sgl-flash-mla's ``flash_mla_legacy`` or of vLLM's ``_flashmla_C``, or pybind in
+``flash_mla.cuda``) reads the schedule mla_ops writes. The 2025 Python API with two tensors reads
+layouts of its own that changed between its releases, so there flash_mla plans on every call.
+
+What its kernels do that the operators' contract does not say:
+
+- A page outside ``[0, N)`` inside a length is read as zeros (TMA fills it): its keys count, with
+  logit 0, instead of being absent. Nothing outside the pool is read.
+- ``block_table`` is read as far as the schedule goes: lengths beyond ``M * P`` read past the
+  row. ``MLA_OPS_CHECK_METADATA=1`` refuses them; ``PagedKVCache`` never makes them.
+- The first table entry of an empty row is read too, so it has to be readable memory.
+- Accumulators of ``[B + T, H * S, 512]`` float32 are allocated on every call.
+
+Source: FlashMLA's ``csrc/api/dense_decode`` and ``csrc/sm90/decode/dense``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_ops._torch import streaming_multiprocessors
+from mla_ops.shapes import DecodeShape, lse_strides, num_sm_parts
+
+__all__ = ["mla_decode", "mla_decode_out", "unavailable", "unsupported"]
+
+_HEAD_DIM, _HEAD_DIM_V, _PAGE_SIZE = 576, 512, 64
+# TMA takes addresses and strides in units of 16 bytes: 8 elements of 2 bytes.
+_ALIGNMENT_BYTES, _ALIGNMENT = 16, 8
+_INSTALL = "pip install --no-deps sgl-flash-mla"
+_REINSTALL = "pip install --force-reinstall --no-deps sgl-flash-mla"
+_NAMESPACES = ("flash_mla_legacy", "_flashmla_C", "flash_mla")
+# q, kcache, head_size_v, seqlens_k, block_table, softmax_scale, is_causal, metadata, splits.
+_DENSE_TYPES = (
+    *("Tensor", "Tensor", "int", "Tensor", "Tensor", "float", "bool"),
+    *("Optional[Tensor]", "Optional[Tensor]"),
+)
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
+class _Api(NamedTuple):
+    """A dense decode: called like ``dense_decode_fwd``, returns out, lse and more."""
+
+    name: str
+    decode: Callable[..., Any]
+    # Trailing arguments of newer signatures, all None.
+    extra: tuple[None, ...] = ()
+    # (cache_seqlens, S * H) -> its own schedule; None where it reads ours.
+    plan: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None
+
+
+class _Found(NamedTuple):
+    api: _Api | None
+    reasons: tuple[str, ...]
+
+
+def unavailable(device: torch.device) -> list[str]:
+    """Return why flash_mla cannot run on ``device``, each reason with the command that mends it."""
+    return list(_unavailable(device))
+
+
+@cache
+def _unavailable(device: torch.device) -> tuple[str, ...]:
+    if device.type != "cuda":
+        return (f"reads CUDA memory, the tensors are on {device.type} (use backend='auto')",)
+    reasons = list(_probe().reasons)
+    if not torch.cuda.is_available():
+        reasons.append("torch finds no CUDA device (python -c 'import torch; torch.cuda.init()')")
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) != (9, 0):
+            reasons.append(
+                f"its dense kernel is built for compute capability 9.0 (H100, H200), {device} has "
+                f"{major}.{minor} (use backend='triton')"
+            )
+    return tuple(reasons)
+
+
+def unsupported(shape: DecodeShape) -> list[str]:
+    """Return why flash_mla cannot serve a decode of ``shape``."""
+    reasons = []
+    if shape.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"takes bfloat16 and float16, q is {shape.dtype}")
+    if (shape.head_dim, shape.head_dim_v) != (_HEAD_DIM, _HEAD_DIM_V):
+        reasons.append(
+            f"takes head_dim {_HEAD_DIM} with head_dim_v {_HEAD_DIM_V}, the call has "
+            f"{shape.head_dim} and {shape.head_dim_v}"
+        )
+    if shape.page_size != _PAGE_SIZE:
+        reasons.append(f"takes page_size {_PAGE_SIZE}, kv_cache has {shape.page_size}")
+    for name, stride in (("page", shape.page_stride), ("row", shape.row_stride)):
+        if stride % _ALIGNMENT != 0 or stride < _HEAD_DIM:
+            reasons.append(
+                f"takes {name} strides of kv_cache that are multiples of {_ALIGNMENT} elements "
+                f"and at least {_HEAD_DIM}, this one is {stride}"
+            )
+    return reasons
+
+
+@cache
+def _probe() -> _Found:
+    """Find a dense decode once per process; what went wrong on the way is kept, not raised."""
+    reasons: list[str] = []
+    module = _import("flash_mla", reasons)
+    for namespace in _NAMESPACES:
+        if namespace == "_flashmla_C" and not hasattr(torch.ops._flashmla_C, "dense_decode_fwd"):
+            _import("vllm._flashmla_C", reasons)
+        api = _operator(namespace, reasons)
+        if api is not None:
+            return _Found(api, ())
+    api = None if module is None else _pybind(module) or _two_tensors(module)
+    if api is not None:
+        return _Found(api, ())
+    if module is not None:
+        version = getattr(module, "__version__", "of unknown version")
+        reasons.append(f"flash_mla {version} has no dense decode for Hopper ({_INSTALL})")
+    return _Found(None, tuple(reasons) or (f"flash_mla is not installed ({_INSTALL})",))
+
+
+def _import(name: str, reasons: list[str]) -> Any:
+    try:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            return None
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A package that lacks this extension is absent; one that lacks a dependency is broken.
+        if error.name == name and "." in name:
+            return None
+        reason = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    reasons.append(f"{name} is installed but does not import: {reason} ({_REINSTALL})")
+    return None
+
+
+def _operator(namespace: str, reasons: list[str]) -> _Api | None:
+    packet = getattr(getattr(torch.ops, namespace), "dense_decode_fwd", None)
+    if packet is None:
+        return None
+    operator = packet.default
+    types = tuple(str(argument.type) for argument in operator._schema.arguments)
+    extra = types[len(_DENSE_TYPES) :]
+    if types[: len(_DENSE_TYPES)] != _DENSE_TYPES or set(extra) - {"Optional[Tensor]"}:
+        reasons.append(f"{namespace}::dense_decode_fwd has another signature ({_INSTALL})")
+        return None
+    return _Api(f"torch.ops.{namespace}.dense_decode_fwd", operator, (None,) * len(extra))
+
+
+def _pybind(module: Any) -> _Api | None:
+    decode = getattr(getattr(module, "cuda", None), "dense_decode_fwd", None)
+    return None if decode is None else _Api("flash_mla.cuda.dense_decode_fwd", decode)
+
+
+def _two_tensors(module: Any) -> _Api | None:
+    plan = getattr(module, "get_mla_metadata", None)
+    decode = getattr(module, "flash_mla_with_kvcache", None)
+    if plan is None or decode is None:
+        return None
+    # The 2026 API takes anything here and returns an object that the first decode fills.
+    if "cache_seqlens" not in inspect.signature(plan).parameters:
+        return None
+
+    def mapped(
+        q: Tensor,
+        kv_cache: Tensor,
+        head_dim_v: int,
+        cache_seqlens: Tensor,
+        block_table: Tensor,
+        softmax_scale: float,
+        causal: bool,
+        tile_scheduler_metadata: Tensor,
+        num_splits: Tensor,
+    ) -> Any:
+        return decode(
+            *(q, kv_cache, block_table, cache_seqlens, head_dim_v),
+            *(tile_scheduler_metadata, num_splits),
+            softmax_scale=softmax_scale,
+            causal=causal,
+        )
+
+    def planned(cache_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        tile_scheduler_metadata, num_splits = plan(cache_seqlens, rows, 1)
+        return tile_scheduler_metadata, num_splits
+
+    return _Api("flash_mla.flash_mla_with_kvcache", mapped, plan=planned)
+
+
+def mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    tile_scheduler_metadata: Tensor,
+    num_splits: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    attn_sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return out [B, S, H, 512] and lse [B, H, S] as flash_mla does: an empty row's lse is +inf.
+
+    A q whose address or strides are no multiples of 16 bytes is copied first; flash_mla itself
+    copies a q whose S and H dimensions cannot be merged into one.
+
+    Raises:
+        ValueError: kv_cache is misaligned, or the schedule has not exactly T rows.
+    """
+    api = _probe().api
+    assert api is not None
+    with _on_device_of(q):
+        if api.plan is None:
+            _check_rows(q, tile_scheduler_metadata)
+        else:
+            rows = q.shape[1] * q.shape[2]
+            tile_scheduler_metadata, num_splits = api.plan(cache_seqlens, rows)
+        out, lse = api.decode(
+            *(_aligned_q(q), _aligned_cache(kv_cache), _HEAD_DIM_V, cache_seqlens),
+            *(_unit_stride(block_table), softmax_scale, causal),
+            *(tile_scheduler_metadata, num_splits, *api.extra),
+        )[:2]
+        if api.plan is not None:
+            # Releases of 2025 differ in what they write to a row without tokens.
+            empty = cache_seqlens <= 0
+            out.masked_fill_(empty[:, None, None, None], 0)
+            lse.masked_fill_(empty[:, None, None], torch.inf)
+        lse = _restrided(lse)
+        if attn_sink is not None:
+            _apply_sink(out, lse, attn_sink)
+    return out, lse
+
+
+def mla_decode_out(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    tile_scheduler_metadata: Tensor,
+    num_splits: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    attn_sink: Tensor | None,
+) -> None:
+    """Write ``mla_decode`` into the caller's tensors; an empty row's lse is -inf.
+
+    flash_mla allocates its outputs: this costs a copy of out and one pass over lse.
+    """
+    result, raw_lse = mla_decode(
+        *(q, kv_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits),
+        softmax_scale=softmax_scale,
+        causal=causal,
+        attn_sink=attn_sink,
+    )
+    with _on_device_of(q):
+        out.copy_(result)
+        lse.copy_(raw_lse)
+        torch.nan_to_num_(lse, nan=float("nan"), posinf=-torch.inf, neginf=-torch.inf)
+
+
+def _on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Enter the device of ``tensor`` unless it is current; its current stream comes with it."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(tensor.device)
+
+
+def _check_rows(q: Tensor, tile_scheduler_metadata: Tensor) -> None:
+    _, seqlen_q, heads, _ = q.shape
+    rows = num_sm_parts(streaming_multiprocessors(q.device), num_heads_q=heads, seqlen_q=seqlen_q)
+    if tile_scheduler_metadata.shape[0] != rows:
+        raise ValueError(
+            f"mla_decode: tile_scheduler_metadata must be of exactly {rows} rows for flash_mla "
+            f"with num_heads_q={heads}, seqlen_q={seqlen_q}, got "
+            f"{tile_scheduler_metadata.shape[0]} (leave num_sm_parts at None)"
+        )
+
+
+def _aligned_q(q: Tensor) -> Tensor:
+    batch, row, head, _ = q.stride()
+    if (batch | row | head) % _ALIGNMENT or q.data_ptr() % _ALIGNMENT_BYTES:
+        # A clone: .contiguous() returns a contiguous q at a misaligned address as it is.
+        return q.clone(memory_format=torch.contiguous_format)
+    return q
+
+
+def _aligned_cache(kv_cache: Tensor) -> Tensor:
+    if kv_cache.data_ptr() % _ALIGNMENT_BYTES:
+        raise ValueError(
+            "mla_decode: kv_cache must begin at a multiple of 16 bytes for flash_mla, got address "
+            f"{kv_cache.data_ptr():#x} (use backend='triton', or slice the pool at whole pages)"
+        )
+    page, row, head, _ = kv_cache.stride()
+    if head % _ALIGNMENT:
+        # The stride of the one KV head is never walked, but TMA checks it.
+        return kv_cache.as_strided(kv_cache.shape, (page, row, row, 1))
+    return kv_cache
+
+
+def _unit_stride(block_table: Tensor) -> Tensor:
+    if block_table.stride(1) != 1:
+        # Only a table of one column gets here: flash_mla wants the stride spelled 1.
+        return block_table.as_strided(block_table.shape, (block_table.stride(0), 1))
+    return block_table
+
+
+def _restrided(lse: Tensor) -> Tensor:
+    """Return lse with the strides every backend has, copying only where they really differ."""
+    batch, heads, seqlen_q = lse.shape
+    strides = lse_strides(seqlen_q, heads)
+    if lse.stride() == strides:
+        return lse
+    if seqlen_q == 1 and lse.is_contiguous():
+        return lse.as_strided(lse.shape, strides)
+    return lse.new_empty_strided(lse.shape, strides).copy_(lse)
+
+
+def _apply_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> None:
+    """Multiply out by exp(lse) / (exp(lse) + exp(sink)); the dense kernel has no sink."""
+    share = torch.sigmoid(lse.transpose(1, 2) - attn_sink)  # [B, S, H]
+    # An empty row is zeros and its +inf meets an infinite sink as NaN.
+    out.mul_(torch.where(lse.transpose(1, 2) == torch.inf, 0.0, share)[..., None])

@@ -1,0 +1,1 @@
+"""The operators: public function, schema, check, fake and dispatch, one file each."""

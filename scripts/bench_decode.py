@@ -1,0 +1,217 @@
+"""Time of one decode by every backend that runs here, in one run, against FlashMLA and the ceilings.
+
+Each time is the median of CUDA-graph replays over KV rotated through more than L2 holds. Before a
+shape is timed, its output is compared with a float64 reference on the same inputs; numbers of a
+wrong result are not printed. Ratios above 1 mean that ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+from _record import environment
+from _timing import pools_needed, replay_us
+
+import mla_ops
+from mla_ops.backends import reference
+from mla_ops.ops._selection import reasons_against
+from mla_ops.shapes import DecodeShape
+
+# us of vLLM's Triton MLA kernel on an H200, and the ratio to it that the portable kernel must reach.
+VLLM = {
+    (1, 16, 1024): (50, 6.0),
+    (1, 16, 4096): (52, 5.0),
+    (1, 16, 16384): (69, 4.2),
+    (8, 16, 4096): (65, 3.0),
+    (32, 16, 4096): (96, 1.9),
+    (128, 16, 4096): (350, 2.2),
+    (32, 64, 4096): (315, 3.0),
+    (1, 128, 16384): (89, 2.8),
+    (32, 128, 4096): (600, 3.1),
+    (128, 128, 4096): (2525, 3.6),
+}
+SCALE = 0.135234
+
+
+class Inputs:
+    """One shape's tensors: pools to rotate through, shuffled pages, random values."""
+
+    def __init__(self, batch: int, heads: int, length: int, seqlen_q: int = 1) -> None:
+        pages = -(-length // 64)
+        pools = pools_needed(batch * length * 1152)
+        shape = (pools, batch * pages, 64, 1, 576)
+        self.kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        self.q = torch.randn((batch, seqlen_q, heads, 576), device="cuda", dtype=torch.bfloat16)
+        self.table = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
+        self.lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        self.out = self.q.new_empty((batch, seqlen_q, heads, 512))
+        self.lse = torch.empty((batch, seqlen_q, heads), device="cuda").transpose(1, 2)
+
+    def shape(self) -> DecodeShape:
+        batch, seqlen_q, heads, _ = self.q.shape
+        return DecodeShape(
+            *(self.q.device, self.q.dtype, self.q.dtype, batch, seqlen_q, heads, 576, 512),
+            *(self.kv.shape[1], 64, self.table.shape[1], 64 * 576, 576),
+        )
+
+    def decode(self, pool: torch.Tensor, backend: str, metadata: mla_ops.MLAMetadata) -> None:
+        mla_ops.mla_decode(
+            *(self.q, pool, self.table, self.lengths, metadata),
+            softmax_scale=SCALE,
+            backend=backend,
+            out=self.out,
+            lse=self.lse,
+        )
+
+    def error(self, pool: torch.Tensor) -> float:
+        """Return the relative RMS error of ``out`` against float64, over a few sequences."""
+        some = slice(0, min(self.q.shape[0], 2))
+        expected = self.out[some].double()
+        lse = self.lse[some].clone()
+        reference.mla_decode_out(
+            *(self.q[some].double(), pool.double() if pool.numel() < 2**28 else pool),
+            *(self.table[some], self.lengths[some], None, None, expected, lse),
+            softmax_scale=SCALE,
+            causal=True,
+            attn_sink=None,
+        )
+        difference = (self.out[some].double() - expected).norm() / expected.norm()
+        worst = (self.lse[some] - lse).abs().max()
+        return float(difference) if worst < 1e-3 else math.inf
+
+
+def ceilings() -> tuple[float, float]:
+    """Return the copy bandwidth in GB/s and the bf16 matrix rate in TFLOP/s of this GPU."""
+    source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copy = replay_us([lambda: target.copy_(source)])
+    del source, target
+    a, b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = replay_us([lambda: a @ b])
+    return 2 * 2**31 / copy * 1e-3, 2 * 8192**3 / product * 1e-6
+
+
+def flash_mla_us(inputs: Inputs) -> float | None:
+    """Time FlashMLA's own kernel with its own schedule, computed beforehand."""
+    if reasons_against("flash_mla", inputs.shape()):
+        return None
+    batch, seqlen_q, heads, _ = inputs.q.shape
+    meta, splits = torch.ops.flash_mla_legacy.get_mla_decoding_metadata(
+        inputs.lengths, seqlen_q * heads, 1, heads, False, None
+    )
+    decode = torch.ops.flash_mla_legacy.dense_decode_fwd
+    return replay_us(
+        [
+            lambda pool=pool: decode(
+                *(inputs.q, pool, 512, inputs.lengths, inputs.table, SCALE, True, meta, splits)
+            )
+            for pool in inputs.kv
+        ]
+    )
+
+
+def measure(shape: tuple[int, int, int], backends: list[str]) -> dict[str, float]:
+    """Return us by backend, FlashMLA with its own schedule as ``FM``."""
+    inputs = Inputs(*shape)
+    times = {}
+    own = flash_mla_us(inputs)
+    if own is not None:
+        times["FM"] = own
+    metadata = mla_ops.mla_metadata(inputs.lengths, num_heads_q=shape[1])
+    for backend in backends:
+        if backend != "auto" and reasons_against(backend, inputs.shape()):
+            continue
+        inputs.decode(inputs.kv[0], backend, metadata)
+        error = inputs.error(inputs.kv[0])
+        if not error <= 5e-3:
+            raise SystemExit(f"{backend} {shape}: relative error {error:.2e}, no time is printed")
+        times[backend] = replay_us(
+            [lambda pool=pool, b=backend: inputs.decode(pool, b, metadata) for pool in inputs.kv]
+        )
+    return times
+
+
+def row(shape: tuple[int, int, int], times: dict[str, float], peak: tuple[float, float]) -> str:
+    batch, heads, length = shape
+    moved, done = batch * length * 1152, 2 * batch * heads * length * (576 + 512)
+    floor = max(moved / peak[0] * 1e-3, done / peak[1] * 1e-6)
+    cells = [f"{shape!s:>18} roof {floor:7.1f}"]
+    for name, us in times.items():
+        text = f"{name} {us:7.1f}us {moved / us * 1e-3:5.0f}GB/s {done / us * 1e-6:4.0f}TF"
+        text += f" {100 * floor / us:3.0f}%"
+        if name != "FM" and "FM" in times:
+            text += f" FM/ours {times['FM'] / us:.2f}"
+        if name == "triton" and shape in VLLM:
+            vllm, must = VLLM[shape]
+            text += f" vLLM/ours {vllm / us:.2f} (must {must})"
+        cells.append(text)
+    return " | ".join(cells)
+
+
+def plot(results: list[dict], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5))
+    groups: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
+    for result in results:
+        for name, us in result["us"].items():
+            groups.setdefault((name, result["b"], result["h"]), []).append((result["k"], us))
+    for (name, batch, heads), points in sorted(groups.items()):
+        axes.plot(
+            *zip(*sorted(points), strict=True), marker="o", label=f"{name} b{batch} h{heads}"
+        )
+    axes.set(xscale="log", yscale="log", xlabel="cached tokens", ylabel="us")
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", help="batch,heads,length;... (default: the acceptance table)")
+    parser.add_argument("--sweep", action="store_true", help="the grid auto-dispatch is fitted to")
+    parser.add_argument("--backends", default="triton,gluon,flash_mla,auto")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_decode: a CUDA device is needed (scripts/bench_cpu.py measures the CPU)")
+    shapes = list(VLLM)
+    if args.shapes:
+        shapes = [tuple(map(int, text.split(","))) for text in args.shapes.split(";")]
+    if args.sweep:
+        shapes = [
+            (b, h, k)
+            for h in (8, 16, 32, 64, 128)
+            for b in (1, 2, 4, 8, 16, 32, 64, 128)
+            for k in (512, 2048, 8192, 32768, 131072)
+            if b * k <= 2**22
+        ]
+    peak = ceilings()
+    print(f"copy {peak[0]:.0f} GB/s, bf16 {peak[1]:.0f} TFLOP/s", flush=True)
+    results = []
+    for shape in shapes:
+        times = measure(shape, args.backends.split(","))
+        print(row(shape, times, peak), flush=True)
+        results.append({**dict(zip("bhk", shape, strict=True)), "us": times})
+    ratios = [
+        VLLM[s][0] / r["us"]["triton"]
+        for s, r in zip(shapes, results, strict=True)
+        if s in VLLM and "triton" in r["us"]
+    ]
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        print(f"geomean vLLM/triton over {len(ratios)}: {mean:.2f}")
+    if args.json:
+        record = {**environment(), "copy_gb_s": peak[0], "bf16_tflop_s": peak[1]}
+        args.json.write_text(json.dumps({**record, "results": results}, indent=1))
+    if args.plot:
+        plot(results, args.plot)
+
+
+if __name__ == "__main__":
+    main()
