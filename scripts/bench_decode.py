@@ -1,4 +1,4 @@
-"""Time of one decode by every backend that runs here, in one run, against FlashMLA and the ceilings.
+"""Time of one decode by every backend that runs here, against FlashMLA and the ceilings.
 
 Each time is the median of CUDA-graph replays over KV rotated through more than L2 holds. Before a
 shape is timed, its output is compared with a float64 reference on the same inputs; numbers of a
@@ -22,7 +22,7 @@ from mla_ops.backends import reference
 from mla_ops.ops._selection import reasons_against
 from mla_ops.shapes import DecodeShape
 
-# us of vLLM's Triton MLA kernel on an H200, and the ratio to it that the portable kernel must reach.
+# us of vLLM's Triton MLA kernel on an H200, and the ratio the portable kernel must reach.
 VLLM = {
     (1, 16, 1024): (50, 6.0),
     (1, 16, 4096): (52, 5.0),
@@ -90,7 +90,6 @@ def ceilings() -> tuple[float, float]:
     source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copy = replay_us([lambda: target.copy_(source)])
-    del source, target
     a, b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = replay_us([lambda: a @ b])
     return 2 * 2**31 / copy * 1e-3, 2 * 8192**3 / product * 1e-6
@@ -100,7 +99,7 @@ def flash_mla_us(inputs: Inputs) -> float | None:
     """Time FlashMLA's own kernel with its own schedule, computed beforehand."""
     if reasons_against("flash_mla", inputs.shape()):
         return None
-    batch, seqlen_q, heads, _ = inputs.q.shape
+    _, seqlen_q, heads, _ = inputs.q.shape
     meta, splits = torch.ops.flash_mla_legacy.get_mla_decoding_metadata(
         inputs.lengths, seqlen_q * heads, 1, heads, False, None
     )

@@ -19,18 +19,15 @@ Source: FlashMLA's ``csrc/api/dense_decode`` and ``csrc/sm90/decode/dense``.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_ops._torch import streaming_multiprocessors
+from mla_ops.backends.flash_mla_api import find_flash_mla
 from mla_ops.shapes import DecodeShape, lse_strides, num_sm_parts
 
 __all__ = ["mla_decode", "mla_decode_out", "unavailable", "unsupported"]
@@ -38,35 +35,11 @@ __all__ = ["mla_decode", "mla_decode_out", "unavailable", "unsupported"]
 _HEAD_DIM, _HEAD_DIM_V, _PAGE_SIZE = 576, 512, 64
 # TMA takes addresses and strides in units of 16 bytes: 8 elements of 2 bytes.
 _ALIGNMENT_BYTES, _ALIGNMENT = 16, 8
-_INSTALL = "pip install --no-deps sgl-flash-mla"
-_REINSTALL = "pip install --force-reinstall --no-deps sgl-flash-mla"
-_NAMESPACES = ("flash_mla_legacy", "_flashmla_C", "flash_mla")
-# q, kcache, head_size_v, seqlens_k, block_table, softmax_scale, is_causal, metadata, splits.
-_DENSE_TYPES = (
-    *("Tensor", "Tensor", "int", "Tensor", "Tensor", "float", "bool"),
-    *("Optional[Tensor]", "Optional[Tensor]"),
-)
 _HERE: AbstractContextManager[Any] = nullcontext()
 
 
-class _Api(NamedTuple):
-    """A dense decode: called like ``dense_decode_fwd``, returns out, lse and more."""
-
-    name: str
-    decode: Callable[..., Any]
-    # Trailing arguments of newer signatures, all None.
-    extra: tuple[None, ...] = ()
-    # (cache_seqlens, S * H) -> its own schedule; None where it reads ours.
-    plan: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None
-
-
-class _Found(NamedTuple):
-    api: _Api | None
-    reasons: tuple[str, ...]
-
-
 def unavailable(device: torch.device) -> list[str]:
-    """Return why flash_mla cannot run on ``device``, each reason with the command that mends it."""
+    """Return why flash_mla cannot run on ``device``, each with the command that mends it."""
     return list(_unavailable(device))
 
 
@@ -74,7 +47,7 @@ def unavailable(device: torch.device) -> list[str]:
 def _unavailable(device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda":
         return (f"reads CUDA memory, the tensors are on {device.type} (use backend='auto')",)
-    reasons = list(_probe().reasons)
+    reasons = list(find_flash_mla().reasons)
     if not torch.cuda.is_available():
         reasons.append("torch finds no CUDA device (python -c 'import torch; torch.cuda.init()')")
     else:
@@ -108,94 +81,6 @@ def unsupported(shape: DecodeShape) -> list[str]:
     return reasons
 
 
-@cache
-def _probe() -> _Found:
-    """Find a dense decode once per process; what went wrong on the way is kept, not raised."""
-    reasons: list[str] = []
-    module = _import("flash_mla", reasons)
-    for namespace in _NAMESPACES:
-        if namespace == "_flashmla_C" and not hasattr(torch.ops._flashmla_C, "dense_decode_fwd"):
-            _import("vllm._flashmla_C", reasons)
-        api = _operator(namespace, reasons)
-        if api is not None:
-            return _Found(api, ())
-    api = None if module is None else _pybind(module) or _two_tensors(module)
-    if api is not None:
-        return _Found(api, ())
-    if module is not None:
-        version = getattr(module, "__version__", "of unknown version")
-        reasons.append(f"flash_mla {version} has no dense decode for Hopper ({_INSTALL})")
-    return _Found(None, tuple(reasons) or (f"flash_mla is not installed ({_INSTALL})",))
-
-
-def _import(name: str, reasons: list[str]) -> Any:
-    try:
-        if importlib.util.find_spec(name.partition(".")[0]) is None:
-            return None
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # A package that lacks this extension is absent; one that lacks a dependency is broken.
-        if error.name == name and "." in name:
-            return None
-        reason = f"{type(error).__name__}: {error}"
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-    reasons.append(f"{name} is installed but does not import: {reason} ({_REINSTALL})")
-    return None
-
-
-def _operator(namespace: str, reasons: list[str]) -> _Api | None:
-    packet = getattr(getattr(torch.ops, namespace), "dense_decode_fwd", None)
-    if packet is None:
-        return None
-    operator = packet.default
-    types = tuple(str(argument.type) for argument in operator._schema.arguments)
-    extra = types[len(_DENSE_TYPES) :]
-    if types[: len(_DENSE_TYPES)] != _DENSE_TYPES or set(extra) - {"Optional[Tensor]"}:
-        reasons.append(f"{namespace}::dense_decode_fwd has another signature ({_INSTALL})")
-        return None
-    return _Api(f"torch.ops.{namespace}.dense_decode_fwd", operator, (None,) * len(extra))
-
-
-def _pybind(module: Any) -> _Api | None:
-    decode = getattr(getattr(module, "cuda", None), "dense_decode_fwd", None)
-    return None if decode is None else _Api("flash_mla.cuda.dense_decode_fwd", decode)
-
-
-def _two_tensors(module: Any) -> _Api | None:
-    plan = getattr(module, "get_mla_metadata", None)
-    decode = getattr(module, "flash_mla_with_kvcache", None)
-    if plan is None or decode is None:
-        return None
-    # The 2026 API takes anything here and returns an object that the first decode fills.
-    if "cache_seqlens" not in inspect.signature(plan).parameters:
-        return None
-
-    def mapped(
-        q: Tensor,
-        kv_cache: Tensor,
-        head_dim_v: int,
-        cache_seqlens: Tensor,
-        block_table: Tensor,
-        softmax_scale: float,
-        causal: bool,
-        tile_scheduler_metadata: Tensor,
-        num_splits: Tensor,
-    ) -> Any:
-        return decode(
-            *(q, kv_cache, block_table, cache_seqlens, head_dim_v),
-            *(tile_scheduler_metadata, num_splits),
-            softmax_scale=softmax_scale,
-            causal=causal,
-        )
-
-    def planned(cache_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        tile_scheduler_metadata, num_splits = plan(cache_seqlens, rows, 1)
-        return tile_scheduler_metadata, num_splits
-
-    return _Api("flash_mla.flash_mla_with_kvcache", mapped, plan=planned)
-
-
 def mla_decode(
     q: Tensor,
     kv_cache: Tensor,
@@ -216,7 +101,7 @@ def mla_decode(
     Raises:
         ValueError: kv_cache is misaligned, or the schedule has not exactly T rows.
     """
-    api = _probe().api
+    api = find_flash_mla().api
     assert api is not None
     with _on_device_of(q):
         if api.plan is None:
@@ -318,7 +203,7 @@ def _unit_stride(block_table: Tensor) -> Tensor:
 
 def _restrided(lse: Tensor) -> Tensor:
     """Return lse with the strides every backend has, copying only where they really differ."""
-    batch, heads, seqlen_q = lse.shape
+    _, heads, seqlen_q = lse.shape
     strides = lse_strides(seqlen_q, heads)
     if lse.stride() == strides:
         return lse

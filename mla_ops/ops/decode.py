@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_ops.ops._decode_check import check_decode, check_outputs
+from mla_ops.ops._decode_check import check_outputs
+from mla_ops.ops._decode_plan import DecodePlan, check_layout, plan_decode, plan_decode_out
 from mla_ops.ops._library import register
-from mla_ops.ops._selection import kernel, select
+from mla_ops.ops._metadata_debug import CHECK_METADATA, check_before_launch
 from mla_ops.ops.metadata import MLAMetadata, default_num_sm_parts, fill_metadata
-from mla_ops.shapes import METADATA_FIELDS, DecodeShape, lse_strides
+from mla_ops.shapes import METADATA_FIELDS, lse_strides
 
 __all__ = ["MLAOutput", "mla_decode"]
 
@@ -74,23 +75,25 @@ def mla_decode(
         lengths, block table entries and values may change between replays.
     Source: DeepSeek-V2 (arXiv 2405.04434), FlashMLA's ``flash_mla_with_kvcache``.
     """
-    tile_scheduler_metadata, num_splits = (None, None) if metadata is None else metadata
-    arguments = (
-        *(q, kv_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits),
-        *(softmax_scale, head_dim_v, causal, attn_sink, descale_q, descale_k, backend),
-    )
-    if out is None and lse is None:
-        out, lse = _op(*arguments)
-        if q.is_cuda and backend in ("auto", "flash_mla"):
-            # FlashMLA marks an empty row by +inf; fused by Inductor, dropped when lse is unused.
-            lse = torch.nan_to_num(lse, nan=float("nan"), posinf=-torch.inf, neginf=-torch.inf)
+    rows, splits = (None, None) if metadata is None else metadata
+    if out is not None and lse is not None:
+        _out_op(
+            *(q, kv_cache, block_table, cache_seqlens, rows, splits, softmax_scale, head_dim_v),
+            *(causal, attn_sink, descale_q, descale_k, backend, out, lse),
+        )
         return MLAOutput(out, lse)
-    if out is None or lse is None:
+    if out is not None or lse is not None:
         raise ValueError(
             "mla_decode: out and lse must be given both or neither, got only "
             f"{'lse' if out is None else 'out'} (allocate the other one)"
         )
-    _out_op(*arguments, out, lse)
+    out, lse = _op(
+        *(q, kv_cache, block_table, cache_seqlens, rows, splits, softmax_scale, head_dim_v),
+        *(causal, attn_sink, descale_q, descale_k, backend),
+    )
+    if q.is_cuda and backend in ("auto", "flash_mla"):
+        # FlashMLA marks an empty row by +inf; fused by Inductor, dropped when lse is unused.
+        lse = torch.nan_to_num(lse, nan=float("nan"), posinf=-torch.inf, neginf=-torch.inf)
     return MLAOutput(out, lse)
 
 
@@ -102,18 +105,6 @@ _ARGUMENTS = (
 )
 _SCHEMA = f"mla_decode({_ARGUMENTS}) -> (Tensor, Tensor)"
 _OUT_SCHEMA = f"mla_decode_out({_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse) -> ()"
-
-
-def _check(*args: Any, traced: bool) -> tuple[str, DecodeShape]:
-    """Refuse what does not fit and return the backend with the facts it was chosen from."""
-    check_decode(*args[:-1])
-    q, kv_cache, block_table = args[:3]
-    pages, page_size, _, head_dim = kv_cache.shape
-    shape = DecodeShape(
-        *(q.device, q.dtype, kv_cache.dtype, q.shape[0], q.shape[1], q.shape[2], head_dim),
-        *(args[7], pages, page_size, block_table.shape[1], kv_cache.stride(0), kv_cache.stride(1)),
-    )
-    return select("mla_decode", args[12], shape, traced=traced), shape
 
 
 def _empty_output(q: Tensor, head_dim_v: int) -> tuple[Tensor, Tensor]:
@@ -129,62 +120,60 @@ def _empty_output(q: Tensor, head_dim_v: int) -> tuple[Tensor, Tensor]:
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    _check(*args, traced=True)
+    check_layout(args, traced=True)
     return _empty_output(args[0], args[7])
 
 
 def _out_fake(*args: Any) -> None:
-    _check(*args[:13], traced=True)
+    check_layout(args[:13], traced=True)
     check_outputs(*args, traced=True)
 
 
 def _dispatch(*args: Any) -> tuple[Tensor, Tensor]:
-    backend, shape = _check(*args, traced=False)
-    empty = 0 in (shape.batch_size, shape.seqlen_q, shape.max_pages, shape.num_pages)
-    if backend == "flash_mla" and not empty:
-        result: tuple[Tensor, Tensor] = kernel(backend, "mla_decode")(
-            *_scheduled(args)[:6], **_options(args)
+    plan = plan_decode(args)
+    if plan.backend == "flash_mla" and plan.reads_keys:
+        if args[4] is None or CHECK_METADATA:
+            args = _scheduled(plan, args)
+        result: tuple[Tensor, Tensor] = plan.launch(
+            *args[:6], softmax_scale=args[6], causal=args[8], attn_sink=args[9]
         )
         return result
     out, lse = _empty_output(args[0], args[7])
-    _launch(backend, shape, args, out, lse)
+    _launch(plan, args, out, lse)
     return out, lse
 
 
 def _out_dispatch(*args: Any) -> None:
-    backend, shape = _check(*args[:13], traced=False)
-    check_outputs(*args, traced=False)
-    _launch(backend, shape, args[:13], args[13], args[14])
+    _launch(plan_decode_out(args), args, args[13], args[14])
 
 
-def _launch(backend: str, shape: DecodeShape, args: Any, out: Tensor, lse: Tensor) -> None:
-    if lse.numel() == 0:
-        return
-    if shape.max_pages == 0 or shape.num_pages == 0:
+def _launch(plan: DecodePlan, args: Any, out: Tensor, lse: Tensor) -> None:
+    if not plan.reads_keys:
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    if backend == "flash_mla":
-        args = _scheduled(args)
-    kernel(backend, "mla_decode_out")(*args[:6], out, lse, **_options(args))
+    if args[4] is None or CHECK_METADATA:
+        args = _scheduled(plan, args)
+    plan.launch(*args[:6], out, lse, softmax_scale=args[6], causal=args[8], attn_sink=args[9])
 
 
-def _options(args: Any) -> dict[str, Any]:
-    return {"softmax_scale": args[6], "causal": args[8], "attn_sink": args[9]}
-
-
-def _scheduled(args: Any) -> Any:
-    """Return the first six arguments with a schedule, computed now if the caller gave none."""
+def _scheduled(plan: DecodePlan, args: Any) -> Any:
+    """Return the arguments with a schedule where one is needed, or check the caller's."""
     if args[4] is not None:
+        check_before_launch(args, plan.shape)
         return args
-    q, cache_seqlens = args[0], args[3]
+    if plan.backend != "flash_mla":
+        return args
+    q, cache_seqlens, shape = args[0], args[3], plan.shape
+    # The kernel reads the table as far as the schedule goes: no further than it is wide.
+    cache_seqlens = cache_seqlens.clamp(max=shape.max_pages * shape.page_size)
     parts = default_num_sm_parts(q.device, q.shape[2], q.shape[1])
     metadata = (
         cache_seqlens.new_empty((parts, METADATA_FIELDS)),
         cache_seqlens.new_empty((cache_seqlens.shape[0] + 1,)),
     )
     fill_metadata(cache_seqlens, *metadata, None, None, "flash_mla", "auto")
-    return (*args[:4], *metadata, *args[6:])
+    return (*args[:3], cache_seqlens, *metadata, *args[6:])
 
 
 _op = register(_SCHEMA, kernel=_dispatch, fake=_fake)

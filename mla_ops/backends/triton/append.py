@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def,misc"
 """append_kv_: one program a token, one masked row of latent and one of rope."""
 
 from __future__ import annotations
@@ -30,21 +29,27 @@ def _append_kv_kernel(
     ROPE_BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, LATENT_BLOCK)
+    rope_column = tl.arange(0, ROPE_BLOCK)
+    # The three loads are independent: reading the token before its slot is known hides one
+    # round trip to memory.
     slot = tl.load(slots_ptr + token)
-    if (slot >= 0) & (slot < pages.to(tl.int64) * PAGE_SIZE):
-        row = kv_ptr + (slot // PAGE_SIZE) * page_stride + (slot % PAGE_SIZE) * row_stride
-        column = tl.arange(0, LATENT_BLOCK)
-        latent = tl.load(kv_c_ptr + token * kv_c_stride + column, mask=column < LATENT, other=0)
-        tl.store(row + column, latent, mask=column < LATENT)
-        if ROPE > 0:
-            column = tl.arange(0, ROPE_BLOCK)
-            rope = tl.load(k_pe_ptr + token * k_pe_stride + column, mask=column < ROPE, other=0)
-            tl.store(row + LATENT + column, rope, mask=column < ROPE)
+    latent = tl.load(kv_c_ptr + token * kv_c_stride + column, mask=column < LATENT, other=0)
+    if ROPE > 0:
+        rope_ptr = k_pe_ptr + token * k_pe_stride + rope_column
+        rope = tl.load(rope_ptr, mask=rope_column < ROPE, other=0)
+    kept = (slot >= 0) & (slot < pages.to(tl.int64) * PAGE_SIZE)
+    row = kv_ptr + (slot // PAGE_SIZE) * page_stride + (slot % PAGE_SIZE) * row_stride
+    tl.store(row + column, latent, mask=kept & (column < LATENT))
+    if ROPE > 0:
+        tl.store(row + LATENT + rope_column, rope, mask=kept & (rope_column < ROPE))
 
 
 def append_kv_(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
     """Write each token's latent and rope into its slot; skip slots outside the pool."""
     latent, rope = kv_c.shape[1], k_pe.shape[1]
+    if slot_mapping.shape[0] == 0:
+        return
     with on_device_of(kv_cache):
         _append_kv_kernel[(slot_mapping.shape[0],)](
             kv_cache,

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def,misc"
 """The tile scheduler as one parallel kernel: no allocation, no sync, in place.
 
 The requests lie on a line, request r at P[r] and blocks[r] + overhead long; with a quota of q
@@ -97,11 +96,12 @@ def _mla_metadata_kernel(
         for step in tl.static_range(1, STEPS + 1):
             distance = ends - (base + step * quota)
             bit = (distance >= 0) & (distance <= step * OVERHEAD)
-            window = tl.sum(tl.where(bit, 1 << tl.maximum(tl.minimum(distance, 30), 0), 0), 0)
+            window = tl.sum(tl.where(bit, 1 << (distance & 31), 0), 0)
             # Boundaries lie more than `overhead` apart: at most one bit of a part's own window.
             window = (window >> shift) & ((1 << (OVERHEAD + 1)) - 1)
-            for position in tl.static_range(1, OVERHEAD + 1):
-                shift += ((window >> position) > 0).to(tl.int32)
+            # The position of the bit is its exponent as a float; no bit and bit 0 add nothing.
+            exponent = (window.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            shift += tl.maximum(exponent, 0)
             x = tl.minimum(base + step * quota + shift, total)
             begin = tl.where(row == part + step, x, begin)
             end = tl.where(row + 1 == part + step, x, end)

@@ -1,5 +1,6 @@
-"""Every configuration the launcher chooses compiles for its devices without spills."""
+"""Every configuration the launcher chooses compiles for its devices within their limits."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,77 +12,125 @@ pytest.importorskip("triton")
 
 from compile_offline import compile_offline
 
-from mla_ops.backends.triton.decode import choose
-from mla_ops.backends.triton.decode_kernels import combine_kernel, decode_kernel
+from mla_ops.backends.triton.combine_kernels import combine_kernel
+from mla_ops.backends.triton.decode import choose, choose_combine
+from mla_ops.backends.triton.decode_kernels import decode_kernel
 
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# 64 rows on Hopper keep 2 words outside the loop over tiles in memory: all else is in registers.
+MOST_SPILLS = {(90, 64): 8}
 
 
-def compile_decode(arch, rows, batch, dtype, page_size=64, latent=512, rope=64):
-    config = choose(rows, batch, dtype, SHARED_LIMIT[arch])
-    name = NAMES[dtype]
-    integers = ("batch", "heads", "seqlen_q", "pages", "max_pages", "table_stride")
-    strides = ("page_stride", "row_stride", "q_b", "q_s", "q_h", "out_b", "out_s", "out_h")
-    strides += ("lse_b",)
+def compile_decode(
+    arch,
+    rows,
+    batch,
+    dtype=torch.bfloat16,
+    *,
+    tokens=2**20,
+    page_size=64,
+    pair=(512, 64),
+    seqlen_q=1,
+    sink=False,
+):
+    config = choose(rows, batch, tokens, dtype, SHARED_LIMIT[arch], arch // 10)
+    strides = ("page_stride", "q_b", "q_s", "q_h", "out_b", "out_s", "out_h", "lse_b")
+    integers = ("batch", "heads", "seqlen_q", "pages", "max_tokens", "table_stride", "lse_s")
     signature = {
-        **dict.fromkeys(("q_ptr", "kv_ptr", "out_ptr", "partial_ptr"), f"*{name}"),
+        **dict.fromkeys(("q_ptr", "kv_ptr", "out_ptr", "partial_ptr"), f"*{NAMES[dtype]}"),
         **dict.fromkeys(("table_ptr", "cache_seqlens_ptr"), "*i32"),
         **dict.fromkeys(("sink_ptr", "lse_ptr", "partial_lse_ptr"), "*fp32"),
-        **dict.fromkeys((*integers, *strides, "lse_h", "lse_s"), "i32"),
+        **dict.fromkeys((*integers, *strides), "i32"),
         "scale_log2": "fp32",
     }
-    # A stride of 1 is a constant of the launch, as the unit stride of out is here.
-    del signature["lse_h"]
     constexprs = {
-        **{"out_v": 1, "lse_h": 1, "LATENT": latent, "ROPE": rope, "PAGE_SIZE": page_size},
-        **{"BLOCK_H": config.block_h, "BLOCK_N": config.block_n, "BATCH_BLOCK": 64},
-        **{"GROUPS": -(-rows // config.block_h), "STAGES": config.stages, "CAUSAL": False},
-        **{"SINK": False, "WIDE": dtype == torch.float32, "PDL": arch >= 90},
+        # Strides of 1 are constants of a launch.
+        **{"out_v": 1, "lse_h": 1, "LATENT": pair[0], "ROPE": pair[1], "PAGE_SIZE": page_size},
+        **{"ROW_STRIDE": sum(pair), "BLOCK_H": config.block_h, "BLOCK_N": config.block_n},
+        **{"GROUPS": -(-rows // config.block_h), "STAGES": config.stages},
+        **{"BATCH_BLOCK": min(batch, 1024), "CHUNKED": batch > 1024},
+        **{"ONE_QUERY": seqlen_q == 1, "CAUSAL": seqlen_q > 1, "SINK": sink, "UNIT_OUT": True},
+        **{"WIDE": dtype == torch.float32, "PDL": arch >= 90},
     }
-    return compile_offline(
+    stats = compile_offline(
         *(decode_kernel, signature, constexprs, arch),
         num_warps=config.warps,
         num_stages=config.stages,
         aligned=strides,
     )
+    return stats, config
+
+
+def check(arch, stats, config):
+    assert stats.registers <= 255
+    assert stats.shared <= SHARED_LIMIT[arch]
+    assert stats.spills <= MOST_SPILLS.get((arch, config.block_h), 0)
+    # Two programs share a processor's registers and shared memory where the launcher says so.
+    assert stats.registers * 32 * config.warps * config.per_sm <= 65536
+    assert stats.shared * config.per_sm <= SHARED_LIMIT[arch]
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize(("rows", "batch"), [(16, 16), (16, 64), (128, 16)])
+def test_decode_fits_every_device(arch, rows, batch):
+    check(arch, *compile_decode(arch, rows, batch))
+
+
 @pytest.mark.parametrize(
-    ("rows", "batch", "dtype"),
-    [(16, 1, torch.bfloat16), (16, 32, torch.bfloat16), (128, 8, torch.bfloat16)],
+    "case",
+    [
+        {"rows": 32, "batch": 1},
+        {"rows": 64, "batch": 64, "seqlen_q": 4, "sink": True},
+        {"rows": 16, "batch": 4096, "dtype": torch.float16, "sink": True},
+        {"rows": 16, "batch": 1, "page_size": 16, "pair": (256, 32)},
+        {"rows": 16, "batch": 1, "dtype": torch.float32},
+    ],
+    ids=lambda case: "-".join(f"{name}={value}" for name, value in case.items()),
 )
-def test_decode_kernel_fits_without_spills(arch, rows, batch, dtype):
-    stats = compile_decode(arch, rows, batch, dtype)
-    assert stats.spills == 0
-    assert stats.registers <= 255
-    assert stats.shared <= SHARED_LIMIT[arch]
+def test_decode_fits_hopper_in_every_variant(case):
+    check(90, *compile_decode(90, **case))
 
 
-@pytest.mark.parametrize("arch", [90, 120])
-def test_float32_fits(arch):
-    stats = compile_decode(arch, 16, 1, torch.float32)
-    assert stats.shared <= SHARED_LIMIT[arch]
+def test_the_loop_over_tiles_keeps_everything_in_registers():
+    """Symptom: 290 spills halved the speed of 64 rows; those left lie outside the hot loop."""
+    sass = compile_decode(90, 128, 16)[0].sass
+    lines = [line for line in sass.splitlines() if re.search(r"HGMMA|LDL|STL", line)]
+    products = [index for index, line in enumerate(lines) if "HGMMA" in line]
+    assert products
+    inner = lines[products[0] : products[-1]]
+    assert not [line for line in inner if "HGMMA" not in line]
 
 
-@pytest.mark.parametrize("columns", [(128, 32), (256, 8)])
-def test_combine_keeps_its_reduction_in_registers(columns):
-    integers = ("batch", "heads", "seqlen_q", "max_pages", "workers")
+def test_keys_travel_by_asynchronous_16_byte_copies():
+    """Symptom: an unspecialised page stride makes loads byte-wide, several times as slow."""
+    sass = compile_decode(90, 16, 1)[0].sass
+    assert len(re.findall(r"LDGSTS\.E.*\.128", sass)) >= 18
+    assert not re.findall(r"LDG\.E\.U(8|16)", sass)
+
+
+@pytest.mark.parametrize(
+    ("row_groups", "block_h", "tokens"),
+    [(1, 16, 4096), (1, 16, 16384), (8, 16, 2**16), (2, 64, 2**16), (64, 16, 2**20), (64, 64, 1)],
+)
+@pytest.mark.parametrize("batch_block", [64])
+def test_combine_keeps_its_reduction_in_registers(row_groups, block_h, tokens, batch_block):
+    combine = choose_combine(row_groups, block_h, tokens, 512)
     strides = ("out_b", "out_s", "out_h", "lse_b")
+    integers = ("batch", "heads", "seqlen_q", "max_tokens", "workers", "lse_s")
     signature = {
         **dict.fromkeys(("out_ptr", "partial_ptr"), "*bf16"),
         **dict.fromkeys(("sink_ptr", "lse_ptr", "partial_lse_ptr"), "*fp32"),
         "cache_seqlens_ptr": "*i32",
-        **dict.fromkeys((*integers, *strides, "lse_s"), "i32"),
+        **dict.fromkeys((*integers, *strides), "i32"),
     }
     constexprs = {
-        **{"out_v": 1, "lse_h": 1, "LATENT": 512, "PAGE_SIZE": 64, "BLOCK_H": 16},
-        **{"BLOCK_N": 64, "GROUPS": 1, "BATCH_BLOCK": 64, "SINK": False, "PDL": True},
-        **{"COLUMNS": columns[0], "SPLITS": columns[1]},
+        **{"out_v": 1, "lse_h": 1, "LATENT": 512, "BLOCK_H": block_h, "BLOCK_N": 64},
+        **{"GROUPS": 1, "BATCH_BLOCK": batch_block, "CHUNKED": False, "SINK": True, "PDL": True},
+        **{"COLUMNS": combine.columns, "SPLITS": combine.splits},
     }
     stats = compile_offline(
-        combine_kernel, signature, constexprs, 90, num_warps=1, aligned=strides
+        *(combine_kernel, signature, constexprs, 90), num_warps=combine.warps, aligned=strides
     )
     assert stats.spills == 0
-    assert stats.shared <= 1024
+    assert stats.shared <= 4096

@@ -1,0 +1,196 @@
+# mypy: disable-error-code="no-untyped-def,misc"
+"""The combine kernel: merges a sequence's partial results of several workers."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mla_ops.backends.gluon.decode_kernels import store_scale
+from mla_ops.backends.gluon.schedule_kernels import (
+    gdc_launch_dependents,
+    gdc_wait,
+    plan_sequence,
+)
+from mla_ops.backends.gluon.tile_kernels import V
+
+
+@gluon.jit
+def _slot(index, first, first_slot, rg, RG: gl.constexpr, SLOTS: gl.constexpr):
+    """Return the partial slot of a sequence's part ``index``; only part 0 may be a second one."""
+    return ((first + index) * RG + rg) * SLOTS + gl.where(index == 0, first_slot, 0)
+
+
+@gluon.jit
+def _combine_units(
+    part_out_ptr,
+    part_max_ptr,
+    part_sum_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    first,
+    parts,
+    first_slot,
+    rg,
+    rank,
+    num_heads_q,
+    num_rows,
+    out_stride_s,
+    out_stride_h,
+    out_stride_v,
+    lse_stride_h,
+    lse_stride_s,
+    N: gl.constexpr,
+    RG: gl.constexpr,
+    SLOTS: gl.constexpr,
+    SINK: gl.constexpr,
+    SPLIT: gl.constexpr,
+    NW: gl.constexpr,
+    E: gl.constexpr,
+    W: gl.constexpr,
+):
+    """Merge units of eight rows by W columns; E partials at a time are held in registers."""
+    # Two lanes of four rows, W columns, and what is left of the threads over the partials.
+    along_v: gl.constexpr = 16 if W > 16 else W
+    warps_v: gl.constexpr = W // along_v if W // along_v < NW else NW
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [16 // along_v, along_v, 2], [NW // warps_v, warps_v, 1], [2, 1, 0]
+    )
+    part_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))  # [E]
+    plane: gl.constexpr = gl.SliceLayout(0, layout)  # [W, 8]
+    plane_row: gl.constexpr = gl.SliceLayout(0, plane)
+    # The weights are computed once, each by one thread, and spread through shared memory.
+    stat: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [NW, 1], [1, 0])  # [E, 8]
+    stat_part: gl.constexpr = gl.SliceLayout(1, stat)
+    stat_row: gl.constexpr = gl.SliceLayout(0, stat)
+    UNITS: gl.constexpr = N // 8 * (V // W)
+    for unit in range(rank, UNITS, SPLIT):
+        # Units of the same rows follow one another.
+        row_block = unit // (V // W)
+        v = unit % (V // W) * W + gl.arange(0, W, layout=gl.SliceLayout(1, plane))
+        lane = gl.arange(0, 8, layout=plane_row)
+        inside = row_block * (V * 8) + v[:, None] * 8 + lane[None, :]  # [W, 8]
+        m = gl.full([8], -float("inf"), gl.float32, layout=stat_row)
+        total = gl.zeros([8], gl.float32, layout=stat_row)
+        acc = gl.zeros([W, 8], gl.float32, layout=plane)
+        for begin in range(0, parts, E):
+            index = begin + gl.arange(0, E, layout=part_layout)
+            slot = _slot(index, first, first_slot, rg, RG, SLOTS)
+            part_o = gl.load(
+                part_out_ptr + (slot * (N * V))[:, None, None] + inside[None, :, :],
+                mask=(index < parts)[:, None, None],
+                other=0.0,
+            )
+            index = begin + gl.arange(0, E, layout=stat_part)
+            slot = _slot(index, first, first_slot, rg, RG, SLOTS)
+            row = row_block * 8 + gl.arange(0, 8, layout=stat_row)
+            at = (slot * N)[:, None] + row[None, :]
+            held = (index < parts)[:, None]
+            part_m = gl.load(part_max_ptr + at, mask=held, other=-float("inf"))
+            part_total = gl.load(part_sum_ptr + at, mask=held, other=0.0)
+            m_new = gl.maximum(m, gl.max(part_m, 0))
+            m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+            weight = gl.exp2(part_m - m_safe[None, :])
+            decay = gl.exp2(m - m_safe)
+            total = total * decay + gl.sum(part_total * weight, 0)
+            weight = gl.convert_layout(weight, gl.SliceLayout(1, layout))
+            decay = gl.convert_layout(decay, plane_row)
+            acc = acc * decay[None, :] + gl.sum(part_o * weight[:, None, :], 0)
+            m = m_new
+        row = rg * N + row_block * 8 + gl.arange(0, 8, layout=stat_row)
+        live = row < num_rows
+        head = row % num_heads_q
+        factor, lse = store_scale(m, total, sink_ptr, head, live, SINK)
+        if unit % (V // W) == 0:
+            lse_at = (row // num_heads_q) * lse_stride_s + head * lse_stride_h
+            gl.store(lse_ptr + lse_at, lse, mask=live)
+        factor = gl.convert_layout(factor, plane_row)
+        row = rg * N + row_block * 8 + lane
+        out_at = (row // num_heads_q) * out_stride_s + (row % num_heads_q) * out_stride_h
+        target = out_ptr + out_at[None, :] + (v * out_stride_v)[:, None]
+        result = (acc * factor[None, :]).to(out_ptr.dtype.element_ty)
+        gl.store(target, result, mask=(row < num_rows)[None, :])
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "batch",
+        "num_heads_q",
+        "num_rows",
+        "capacity",
+        "workers",
+        "out_stride_b",
+        "out_stride_s",
+        "out_stride_h",
+        "lse_stride_b",
+        "lse_stride_h",
+        "lse_stride_s",
+    ],
+    # Slices of buffers begin anywhere; none of these is read or written in wide words.
+    do_not_specialize_on_alignment=["cache_seqlens_ptr", "sink_ptr", "out_ptr", "lse_ptr"],
+)
+def _mla_combine_kernel(
+    cache_seqlens_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    part_out_ptr,
+    part_max_ptr,
+    part_sum_ptr,
+    batch,
+    num_heads_q,
+    num_rows,
+    capacity,
+    workers,
+    out_stride_b,
+    out_stride_s,
+    out_stride_h,
+    out_stride_v,
+    lse_stride_b,
+    lse_stride_h,
+    lse_stride_s,
+    N: gl.constexpr,
+    RG: gl.constexpr,
+    BP: gl.constexpr,
+    SINK: gl.constexpr,
+    PDL: gl.constexpr,
+    SPLIT: gl.constexpr,
+    MANY: gl.constexpr,
+    NW: gl.constexpr,
+):
+    b = gl.program_id(0) // RG
+    rg = gl.program_id(0) % RG
+    rank = gl.program_id(1)
+    # The decode kernel lets this one start once its own inputs are visible: planning overlaps it.
+    first, parts, first_slot = plan_sequence(
+        cache_seqlens_ptr, batch, capacity, b, workers, BP, NW
+    )
+    if PDL:
+        # Every block waits, those without work too: when this grid completes, the next kernel
+        # takes the decode kernel for complete as well.
+        gdc_wait()
+        gdc_launch_dependents()
+    SLOTS: gl.constexpr = 1 if BP == 1 else 2
+    out_row_ptr = out_ptr + b.to(gl.int64) * out_stride_b
+    lse_row_ptr = lse_ptr + b.to(gl.int64) * lse_stride_b
+    if parts > 1:
+        if (not MANY) or parts <= 8:
+            _combine_units(
+                *(part_out_ptr, part_max_ptr, part_sum_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
+                *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
+                *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
+                *(N, RG, SLOTS, SINK, SPLIT, NW, 8, 64),
+            )
+        elif parts <= 32:
+            _combine_units(
+                *(part_out_ptr, part_max_ptr, part_sum_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
+                *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
+                *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
+                *(N, RG, SLOTS, SINK, SPLIT, NW, 32, 32),
+            )
+        else:
+            _combine_units(
+                *(part_out_ptr, part_max_ptr, part_sum_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
+                *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
+                *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
+                *(N, RG, SLOTS, SINK, SPLIT, NW, 128, 8),
+            )

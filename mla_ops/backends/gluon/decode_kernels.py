@@ -1,0 +1,372 @@
+# mypy: disable-error-code="no-untyped-def,misc"
+"""The decode kernel: operands swapped, so that the tokens of a tile fill wgmma's M.
+
+S^T [64 tokens, N rows] = K Q^T and O^T [512, N rows] = V^T P^T, where V^T is a transposed view of
+the K tile in shared memory: each KV byte is read once, and 16 heads waste nothing. One block per
+SM walks its share of the tiles (schedule_kernels.py) with two stages of TMA.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mla_ops.backends.gluon.schedule_kernels import (
+    TILE,
+    gdc_launch_dependents,
+    gdc_wait,
+    load_length,
+    plan_worker,
+    tiles_of,
+)
+from mla_ops.backends.gluon.tile_kernels import (
+    HALF,
+    V,
+    absent_bits,
+    fetch_left,
+    fetch_right,
+    next_tile,
+    tile_rows,
+    zero_rows,
+)
+
+STAGES = gl.constexpr(2)
+_BEYOND = gl.constexpr(2**30)
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def _q_rows(
+    b,
+    rg,
+    num_rows,
+    num_heads_q,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    N: gl.constexpr,
+    layout: gl.constexpr,
+):
+    row = rg * N + gl.arange(0, N, layout=layout)
+    offset = b.to(gl.int64) * q_stride_b
+    offset += (row // num_heads_q) * q_stride_s + (row % num_heads_q) * q_stride_h
+    return offset, row < num_rows
+
+
+@gluon.jit
+def _load_q(q_ptr, row_offset, live, column, W: gl.constexpr, layout: gl.constexpr):
+    offset = column + gl.arange(0, W, layout=gl.SliceLayout(0, layout))
+    return gl.load(q_ptr + row_offset[:, None] + offset[None, :], mask=live[:, None], other=0.0)
+
+
+@gluon.jit
+def store_scale(m, total, sink_ptr, head, live, SINK: gl.constexpr):
+    """Return the factor of the accumulator and the lse of rows with maximum m and sum total."""
+    lse2 = m + gl.log2(total)
+    share = 1.0 / total
+    if SINK:
+        sink2 = gl.load(sink_ptr + head, mask=live, other=0.0) * LOG2E
+        share = share / (1.0 + gl.exp2(sink2 - lse2))
+    return gl.where(total > 0, share, 0.0), gl.where(total > 0, lse2 * LN2, -float("inf"))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "batch",
+        "num_heads_q",
+        "num_rows",
+        "capacity",
+        "num_pages",
+        "page_rows",
+        "table_stride",
+        "out_stride_b",
+        "out_stride_s",
+        "out_stride_h",
+        "lse_stride_b",
+        "lse_stride_h",
+        "lse_stride_s",
+    ],
+    # Slices of buffers begin anywhere; none of these is read or written in wide words.
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "cache_seqlens_ptr",
+        "sink_ptr",
+        "out_ptr",
+        "lse_ptr",
+    ],
+)
+def _mla_decode_kernel(
+    kv_half,
+    kv_rope,
+    q_ptr,
+    block_table_ptr,
+    cache_seqlens_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    part_out_ptr,
+    part_max_ptr,
+    part_sum_ptr,
+    qk_scale,
+    batch,
+    num_heads_q,
+    num_rows,
+    capacity,
+    num_pages,
+    page_rows,
+    table_stride,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    out_stride_b,
+    out_stride_s,
+    out_stride_h,
+    out_stride_v,
+    lse_stride_b,
+    lse_stride_h,
+    lse_stride_s,
+    N: gl.constexpr,
+    RG: gl.constexpr,
+    BP: gl.constexpr,
+    P: gl.constexpr,
+    ROPE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    SINK: gl.constexpr,
+    PDL: gl.constexpr,
+    NW: gl.constexpr,
+):
+    dtype: gl.constexpr = kv_half.dtype
+    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, NW // 4], [16, N // (NW // 4), 16])
+    accum: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, N, 16])
+    score_row: gl.constexpr = gl.SliceLayout(0, score)
+    score_token: gl.constexpr = gl.SliceLayout(1, score)
+    accum_row: gl.constexpr = gl.SliceLayout(0, accum)
+    accum_v: gl.constexpr = gl.SliceLayout(1, accum)
+    p_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, N], dtype)
+    q_half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, HALF], dtype)
+    q_rope: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, 64], dtype)
+    left = gl.allocate_shared_memory(dtype, [STAGES, TILE, HALF], kv_half.layout)
+    right = gl.allocate_shared_memory(dtype, [STAGES, TILE, HALF], kv_half.layout)
+    q_left = gl.allocate_shared_memory(dtype, [1, N, HALF], q_half)
+    q_right = gl.allocate_shared_memory(dtype, [1, N, HALF], q_half)
+    if ROPE > 0:
+        rope = gl.allocate_shared_memory(dtype, [STAGES, TILE, ROPE], kv_rope.layout)
+        q_tail = gl.allocate_shared_memory(dtype, [1, N, ROPE], q_rope)
+    else:
+        rope = right
+        q_tail = q_right
+    weights = gl.allocate_shared_memory(dtype, [TILE, N], p_shared)
+    left_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    right_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for k in gl.static_range(STAGES):
+        mbarrier.init(left_bars.index(k), count=1)
+        mbarrier.init(right_bars.index(k), count=1)
+    fence_async_shared()
+
+    pid = gl.program_id(0)
+    # Neighbouring blocks hold the row groups of the same tiles and share them in L2.
+    rg = pid % RG
+    worker = pid // RG
+    workers = gl.num_programs(0) // RG
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    b, tile, count = plan_worker(cache_seqlens_ptr, batch, capacity, worker, workers, BP, NW)
+    if count > 0:
+        # The producer's cursor runs two tiles ahead of the products.
+        ahead_b = b
+        ahead_tile = tile
+        ahead_length = load_length(cache_seqlens_ptr, b, capacity)
+        ahead_tiles = tiles_of(ahead_length)
+        row0, row1, row2, row3 = tile_rows(
+            block_table_ptr, table_stride, b, tile, ahead_length, num_pages, page_rows, P
+        )
+        fetch_left(kv_half, row0, row1, row2, row3, left_bars.index(0), left.index(0), P)
+        fetch_right(
+            *(kv_half, kv_rope, row0, row1, row2, row3),
+            *(right_bars.index(0), right.index(0), rope.index(0), P, ROPE),
+        )
+        absent = absent_bits(row0, row1, row2, row3, P)
+        ahead_b, ahead_tile, ahead_length, ahead_tiles = next_tile(
+            cache_seqlens_ptr, batch, capacity, ahead_b, ahead_tile, ahead_length, ahead_tiles
+        )
+        row0, row1, row2, row3 = tile_rows(
+            *(block_table_ptr, table_stride, ahead_b, ahead_tile, ahead_length),
+            *(num_pages, page_rows, P),
+        )
+        if count > 1:
+            fetch_left(kv_half, row0, row1, row2, row3, left_bars.index(1), left.index(1), P)
+            fetch_right(
+                *(kv_half, kv_rope, row0, row1, row2, row3),
+                *(right_bars.index(1), right.index(1), rope.index(1), P, ROPE),
+            )
+        absent_next = absent_bits(row0, row1, row2, row3, P)
+        ahead_b, ahead_tile, ahead_length, ahead_tiles = next_tile(
+            cache_seqlens_ptr, batch, capacity, ahead_b, ahead_tile, ahead_length, ahead_tiles
+        )
+        row0, row1, row2, row3 = tile_rows(
+            *(block_table_ptr, table_stride, ahead_b, ahead_tile, ahead_length),
+            *(num_pages, page_rows, P),
+        )
+        done = 0
+        slot = 2 * pid
+        if BP == 1:
+            slot = pid
+        while done < count:
+            length = load_length(cache_seqlens_ptr, b, capacity)
+            tiles = tiles_of(length)
+            stop = gl.minimum(tile + count - done, tiles)
+            whole = (tile == 0) & (stop == tiles)
+            # Again a zero the compiler cannot fold: what depends on it is computed where it is
+            # used, not before the loop and kept (183 registers against 231).
+            group = rg + (done >> 28)
+
+            q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
+            q_offset, q_live = _q_rows(
+                *(b, group, num_rows, num_heads_q, q_stride_b, q_stride_s, q_stride_h),
+                *(N, gl.SliceLayout(1, q_layout)),
+            )
+            q_left.index(0).store(_load_q(q_ptr, q_offset, q_live, 0, HALF, q_layout))
+            q_right.index(0).store(_load_q(q_ptr, q_offset, q_live, HALF, HALF, q_layout))
+            if ROPE > 0:
+                tail_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NW, 1], [1, 0])
+                tail_offset, tail_live = _q_rows(
+                    *(b, group, num_rows, num_heads_q, q_stride_b, q_stride_s, q_stride_h),
+                    *(N, gl.SliceLayout(1, tail_layout)),
+                )
+                q_tail.index(0).store(_load_q(q_ptr, tail_offset, tail_live, V, ROPE, tail_layout))
+            fence_async_shared()
+            gl.thread_barrier()
+
+            m = gl.full([N], -float("inf"), gl.float32, layout=score_row)
+            total = gl.zeros([TILE, N], gl.float32, layout=score)
+            acc_left = gl.zeros([HALF, N], gl.float32, layout=accum)
+            acc_right = gl.zeros([HALF, N], gl.float32, layout=accum)
+            token = gl.arange(0, TILE, layout=score_token)
+            limit = gl.full([N], 0, gl.int32, layout=score_row) + length
+            if CAUSAL:
+                query = (group * N + gl.arange(0, N, layout=score_row)) // num_heads_q
+                limit = length - num_rows // num_heads_q + 1 + query
+            while tile < stop:
+                stage = done % STAGES
+                phase = done // STAGES % 2
+                # An index the compiler cannot fold: a constant one makes it keep 36 wgmma
+                # descriptors of Q in registers (251 registers and spills, against 164).
+                zero = done >> 28
+                mbarrier.wait(left_bars.index(stage), phase)
+                s = gl.zeros([TILE, N], gl.float32, layout=score)
+                s = warpgroup_mma(
+                    *(left.index(stage), q_left.index(zero).permute((1, 0)), s),
+                    use_acc=False,
+                    is_async=True,
+                )
+                mbarrier.wait(right_bars.index(stage), phase)
+                s = warpgroup_mma(
+                    right.index(stage), q_right.index(zero).permute((1, 0)), s, is_async=True
+                )
+                if ROPE > 0:
+                    s = warpgroup_mma(
+                        rope.index(stage), q_tail.index(zero).permute((1, 0)), s, is_async=True
+                    )
+                s = warpgroup_mma_wait(0, deps=[s, left, right, rope, q_left, q_right, q_tail])[0]
+                rest = length - tile * TILE
+                if rest < TILE:
+                    # Unwritten slots may hold NaN, and 0 * NaN is NaN.
+                    zero_rows(left.index(stage), rest, NW)
+                    zero_rows(right.index(stage), rest, NW)
+                if P >= TILE:
+                    position = token + gl.where(absent != 0, _BEYOND, tile * TILE)
+                else:
+                    position = token + tile * TILE
+                    position = gl.where((absent >> (token // P)) & 1 != 0, _BEYOND, position)
+                s = gl.where(position[:, None] < limit[None, :], s * qk_scale, -float("inf"))
+                m_new = gl.maximum(m, gl.max(s, 0))
+                m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+                decay = gl.exp2(m - m_safe)
+                p = gl.exp2(s - m_safe[None, :])
+                m = m_new
+                total = total * decay[None, :] + p
+                weights.store(p.to(dtype))
+                scale = gl.convert_layout(decay, accum_row)
+                acc_left = acc_left * scale[None, :]
+                acc_right = acc_right * scale[None, :]
+                fence_async_shared()
+                gl.thread_barrier()
+                acc_left = warpgroup_mma(
+                    left.index(stage).permute((1, 0)), weights, acc_left, is_async=True
+                )
+                acc_right = warpgroup_mma(
+                    right.index(stage).permute((1, 0)), weights, acc_right, is_async=True
+                )
+                acc_left = warpgroup_mma_wait(1, deps=[acc_left, left, weights])[0]
+                gl.thread_barrier()
+                more = done + STAGES < count
+                if more:
+                    fetch_left(
+                        *(kv_half, row0, row1, row2, row3, left_bars.index(stage)),
+                        *(left.index(stage), P),
+                    )
+                acc_right = warpgroup_mma_wait(0, deps=[acc_right, right, weights])[0]
+                gl.thread_barrier()
+                if more:
+                    fetch_right(
+                        *(kv_half, kv_rope, row0, row1, row2, row3),
+                        *(right_bars.index(stage), right.index(stage), rope.index(stage)),
+                        *(P, ROPE),
+                    )
+                absent = absent_next
+                absent_next = absent_bits(row0, row1, row2, row3, P)
+                ahead_b, ahead_tile, ahead_length, ahead_tiles = next_tile(
+                    cache_seqlens_ptr,
+                    batch,
+                    capacity,
+                    ahead_b,
+                    ahead_tile,
+                    ahead_length,
+                    ahead_tiles,
+                )
+                row0, row1, row2, row3 = tile_rows(
+                    *(block_table_ptr, table_stride, ahead_b, ahead_tile, ahead_length),
+                    *(num_pages, page_rows, P),
+                )
+                done += 1
+                tile += 1
+
+            row_total = gl.sum(total, 0)
+            group = rg + (done >> 28)
+            v = gl.arange(0, HALF, layout=accum_v)
+            row = gl.arange(0, N, layout=accum_row)
+            stat = gl.arange(0, N, layout=score_row)
+            if whole:
+                at = group * N + stat
+                live = at < num_rows
+                factor, lse = store_scale(m, row_total, sink_ptr, at % num_heads_q, live, SINK)
+                lse_at = b.to(gl.int64) * lse_stride_b
+                lse_at += (at // num_heads_q) * lse_stride_s + (at % num_heads_q) * lse_stride_h
+                gl.store(lse_ptr + lse_at, lse, mask=live)
+                factor = gl.convert_layout(factor, accum_row)
+                out_at, out_live = _q_rows(
+                    *(b, group, num_rows, num_heads_q),
+                    *(out_stride_b, out_stride_s, out_stride_h, N, accum_row),
+                )
+                target = out_ptr + out_at[None, :] + (v * out_stride_v)[:, None]
+                gl.store(target, (acc_left * factor[None, :]).to(dtype), mask=out_live[None, :])
+                target += HALF * out_stride_v
+                gl.store(target, (acc_right * factor[None, :]).to(dtype), mask=out_live[None, :])
+            else:
+                # Partials lie as [slot, N / 8, 512, 8]: the order in which a warp holds them.
+                inside = (row // 8 * (V * 8) + row % 8)[None, :] + (v * 8)[:, None]
+                partial = part_out_ptr + slot * (N * V) + inside
+                gl.store(partial, acc_left)
+                gl.store(partial + HALF * 8, acc_right)
+                gl.store(part_max_ptr + slot * N + stat, m)
+                gl.store(part_sum_ptr + slot * N + stat, row_total)
+            if BP > 1:
+                slot = 2 * pid + 1
+            b += 1
+            tile = 0

@@ -1,0 +1,170 @@
+"""What one decode call comes down to, worked out once for all calls of the same layout.
+
+The checks and the choice of a backend take 20 us of Python. They depend on shapes, strides,
+dtypes, devices and names only, so their outcome is remembered under those (a pure function of
+its key: no call influences another). What depends on addresses, whether outputs overlap inputs,
+is compared on every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from mla_ops.ops._decode_check import check_decode, check_outputs
+from mla_ops.ops._selection import kernel, select
+from mla_ops.shapes import DecodeShape, packed_extent
+
+__all__ = ["DecodePlan", "forget_plans", "plan_decode", "plan_decode_out"]
+
+# A server meets a few hundred layouts (batch sizes times table widths); beyond this, start anew.
+_MOST_PLANS = 4096
+
+
+class DecodePlan(NamedTuple):
+    """A checked layout: what runs, and how many bytes of memory each tensor spans."""
+
+    backend: str
+    shape: DecodeShape
+    launch: Callable[..., Any]
+    # False where no kernel has anything to do: no rows, or no pages to read.
+    reads_keys: bool
+    # Bytes from first to last element of the first six inputs, 0 where absent or empty; then of
+    # out and lse where they are the caller's.
+    spans: tuple[int, ...]
+
+
+_plans: dict[Any, DecodePlan] = {}
+
+
+def forget_plans() -> None:
+    """Forget every plan, as after a change of what is installed or chosen (tests do that)."""
+    _plans.clear()
+
+
+def plan_decode(args: Any) -> DecodePlan:
+    """Return the plan of ``mla_decode``'s arguments; raise what its check raises."""
+    key = _layout(*args)
+    plan = _plans.get(key)
+    return _remember(key, check_layout(args, traced=False), args, ()) if plan is None else plan
+
+
+def plan_decode_out(args: Any) -> DecodePlan:
+    """Return the plan of ``mla_decode_out``'s arguments; raise what its checks raise."""
+    key = _layout(*args)
+    plan = _plans.get(key)
+    if plan is None:
+        chosen = check_layout(args[:13], traced=False)
+        check_outputs(*args, traced=False)
+        return _remember(key, chosen, args, args[13:])
+    if _may_overlap(plan.spans, *args):
+        check_outputs(*args, traced=False)
+    return plan
+
+
+def check_layout(args: Any, *, traced: bool) -> tuple[str, DecodeShape]:
+    """Refuse what does not fit and return the backend with the facts it was chosen from."""
+    check_decode(*args[:-1])
+    q, kv_cache, block_table = args[:3]
+    pages, page_size, _, head_dim = kv_cache.shape
+    shape = DecodeShape(
+        *(q.device, q.dtype, kv_cache.dtype, q.shape[0], q.shape[1], q.shape[2], head_dim),
+        *(args[7], pages, page_size, block_table.shape[1], kv_cache.stride(0), kv_cache.stride(1)),
+    )
+    return select("mla_decode", args[12], shape, traced=traced), shape
+
+
+def _layout(
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    rows: Tensor | None,
+    splits: Tensor | None,
+    softmax_scale: float,
+    head_dim_v: int,
+    causal: bool,
+    sink: Tensor | None,
+    descale_q: Tensor | None,
+    descale_k: Tensor | None,
+    backend: str,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Any:
+    """Return everything the checks and the choice of a backend look at, as a dictionary key."""
+    return (
+        *(q.shape, q.stride(), q.dtype, q.device, kv.shape, kv.stride(), kv.dtype, kv.device),
+        *(table.shape, table.stride(), table.dtype, table.device),
+        *(lengths.shape, lengths.is_contiguous(), lengths.dtype, lengths.device),
+        rows is None or (rows.shape, rows.is_contiguous(), rows.dtype, rows.device),
+        splits is None or (splits.shape, splits.is_contiguous(), splits.dtype, splits.device),
+        sink is None or (sink.shape, sink.is_contiguous(), sink.dtype, sink.device),
+        *(head_dim_v, descale_q is None, descale_k is None, backend),
+        out is None or (out.shape, out.stride(), out.dtype, out.device),
+        lse is None or (lse.shape, lse.stride(), lse.dtype, lse.device),
+    )
+
+
+def _remember(
+    key: Any, chosen: tuple[str, DecodeShape], args: Any, outputs: tuple[Tensor, ...]
+) -> DecodePlan:
+    backend, shape = chosen
+    functional = backend == "flash_mla" and not outputs
+    plan = DecodePlan(
+        *(backend, shape, kernel(backend, "mla_decode" if functional else "mla_decode_out")),
+        reads_keys=0 not in (shape.batch_size, shape.seqlen_q, shape.max_pages, shape.num_pages),
+        spans=tuple(_span(tensor) for tensor in (*args[:6], *outputs)),
+    )
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def _span(tensor: Tensor | None) -> int:
+    if tensor is None or tensor.numel() == 0:
+        return 0
+    return packed_extent(tensor) * tensor.element_size()
+
+
+def _may_overlap(
+    spans: tuple[int, ...],
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    rows: Tensor | None,
+    splits: Tensor | None,
+    *rest: Any,
+) -> bool:
+    """Compare byte ranges; written out, because a loop takes twice the time of the comparisons.
+
+    An empty tensor may be reported too, and so is a call with a sink: the exact check decides.
+    """
+    out: int = rest[7].data_ptr()
+    lse: int = rest[8].data_ptr()
+    q_span, kv_span, table_span, lengths_span, rows_span, splits_span, out_span, lse_span = spans
+    out_end, lse_end = out + out_span, lse + lse_span
+    if (out < lse_end and lse < out_end) or rest[3] is not None:
+        return True
+    at = q.data_ptr()
+    if (at < out_end and out < at + q_span) or (at < lse_end and lse < at + q_span):
+        return True
+    at = kv_cache.data_ptr()
+    if (at < out_end and out < at + kv_span) or (at < lse_end and lse < at + kv_span):
+        return True
+    at = block_table.data_ptr()
+    if (at < out_end and out < at + table_span) or (at < lse_end and lse < at + table_span):
+        return True
+    at = cache_seqlens.data_ptr()
+    if (at < out_end and out < at + lengths_span) or (at < lse_end and lse < at + lengths_span):
+        return True
+    if rows is None or splits is None:
+        return False
+    at = rows.data_ptr()
+    if (at < out_end and out < at + rows_span) or (at < lse_end and lse < at + rows_span):
+        return True
+    at = splits.data_ptr()
+    return (at < out_end and out < at + splits_span) or (at < lse_end and lse < at + splits_span)

@@ -1,0 +1,236 @@
+"""The Gluon decode on a Hopper device against the float64 oracle, with hostile inputs."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mla_ops.backends import gluon, reference
+from mla_ops.backends.gluon import decode
+from mla_ops.testing.numerics import assert_close_to_fp64, assert_lse_close_to_fp64
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+if not torch.cuda.is_available() or gluon.unavailable(torch.device("cuda")):
+    pytest.skip("needs a Hopper device", allow_module_level=True)
+
+RAGGED = [0, 1, 63, 64, 65, 127, 128, 129, 1000, 4097, 3, 777]
+SCALE = 0.135234
+BEYOND = 2147480000
+
+
+def problem(
+    lengths,
+    *,
+    heads=16,
+    seqlen_q=1,
+    page_size=64,
+    dtype=torch.bfloat16,
+    rope=64,
+    poison=float("nan"),
+    padding=(0, 0),
+):
+    """Build a call: shuffled pages, a poisoned pool, a block table whose tail is no page."""
+    torch.manual_seed(sum(lengths) + heads)
+    head_dim = 512 + rope
+    pages = [-(-length // page_size) for length in lengths]
+    total = sum(pages) + 3
+    row_padding, page_padding = padding
+    storage = torch.randn(
+        total, page_size + page_padding, 1, head_dim + row_padding, dtype=dtype, device="cuda"
+    )
+    kv_cache = storage[:, :page_size, :, :head_dim]
+    order = torch.randperm(total)[: sum(pages)].int()
+    table = torch.full((len(lengths), max(*pages, 1) + 2), BEYOND, dtype=torch.int32)
+    used = torch.zeros(total, page_size, dtype=torch.bool)
+    begin = 0
+    for row, (length, count) in enumerate(zip(lengths, pages, strict=True)):
+        own = order[begin : begin + count]
+        table[row, :count] = own
+        used[own.long()] = (torch.arange(count * page_size) < length).view(count, page_size)
+        begin += count
+    kept = used.cuda()[:, :, None, None]
+    kv_cache.copy_(torch.where(kept, kv_cache, poison))
+    q = torch.randn(len(lengths), seqlen_q, heads, head_dim, dtype=dtype, device="cuda")
+    cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    return q, kv_cache, table.cuda(), cache_seqlens
+
+
+def run(q, kv_cache, block_table, cache_seqlens, *, causal=False, attn_sink=None, out=None):
+    batch, seqlen_q, heads, _ = q.shape
+    if out is None:
+        out = torch.full(
+            (batch, seqlen_q, heads, 512), float("nan"), dtype=q.dtype, device=q.device
+        )
+    lse = torch.full((batch, seqlen_q, heads), float("nan"), device=q.device).transpose(1, 2)
+    decode.mla_decode_out(
+        *(q, kv_cache, block_table, cache_seqlens, None, None, out, lse),
+        softmax_scale=SCALE,
+        causal=causal,
+        attn_sink=attn_sink,
+    )
+    return out, lse
+
+
+def oracle(q, kv_cache, block_table, cache_seqlens, *, causal=False, attn_sink=None):
+    batch, seqlen_q, heads, _ = q.shape
+    out = torch.empty(batch, seqlen_q, heads, 512, dtype=torch.float64, device=q.device)
+    lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float64, device=q.device)
+    reference.mla_decode_out(
+        *(q.double(), kv_cache.double(), block_table, cache_seqlens, None, None, out, lse),
+        softmax_scale=SCALE,
+        causal=causal,
+        attn_sink=attn_sink,
+    )
+    return out, lse
+
+
+def check(*arguments, **options):
+    out, lse = run(*arguments, **options)
+    options.pop("out", None)
+    expected, expected_lse = oracle(*arguments, **options)
+    assert_close_to_fp64(out, expected)
+    assert_lse_close_to_fp64(lse, expected_lse)
+    for _ in range(2):
+        again, lse_again = run(*arguments, **options)
+        assert torch.equal(out, again)
+        assert torch.equal(lse, lse_again)
+
+
+@pytest.mark.parametrize("heads", [1, 5, 16, 63, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_heads(heads, dtype):
+    check(*problem(RAGGED, heads=heads, dtype=dtype))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("seqlen_q", [2, 4, 8])
+@pytest.mark.parametrize("heads", [5, 16, 128])
+def test_several_queries(seqlen_q, causal, heads):
+    check(*problem(RAGGED, heads=heads, seqlen_q=seqlen_q), causal=causal)
+
+
+@pytest.mark.parametrize("rope", [64, 0])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 192])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_page_sizes(page_size, rope, heads):
+    check(*problem(RAGGED, page_size=page_size, rope=rope, heads=heads))
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1024, 16383, 16384, 40000])
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_one_sequence(length, heads):
+    check(*problem([length], heads=heads))
+
+
+@pytest.mark.parametrize("batch", [3, 33, 128, 129, 200, 1100])
+@pytest.mark.parametrize("longest", [640, 5000])
+def test_batches(batch, longest):
+    torch.manual_seed(batch)
+    lengths = torch.randint(0, longest if batch < 1000 else 300, (batch,)).tolist()
+    check(*problem(lengths))
+
+
+@pytest.mark.parametrize("batch", [2, 8, 32, 128, 132, 133])
+@pytest.mark.parametrize("length", [64, 1024, 1031])
+def test_equal_lengths(batch, length):
+    check(*problem([length] * batch))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("length", range(1, 65, 7))
+def test_unused_slots_hold_anything(poison, length):
+    check(*problem([length, length + 64], poison=poison))
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("poison", [float("nan"), 0.0])
+def test_pages_outside_the_pool_are_absent_keys(page_size, poison):
+    q, kv_cache, table, lengths = problem(RAGGED, page_size=page_size, poison=poison)
+    table[8, 3] = -5
+    table[9, 10] = BEYOND
+    table[9, 0] = -(2**31)
+    table[11, 0] = kv_cache.shape[0]
+    table[4] = -1
+    check(q, kv_cache, table, lengths)
+
+
+def test_lengths_beyond_the_table_are_clamped():
+    q, kv_cache, table, lengths = problem([192] * 5, poison=0.0)
+    table = table[:, :3]
+    lengths.copy_(torch.tensor([193, 100000, 2**31 - 1, -1, -(2**31)]))
+    check(q, kv_cache, table, lengths)
+
+
+def test_sink():
+    arguments = problem(RAGGED, seqlen_q=2)
+    sink = torch.randn(16, device="cuda") * 4
+    sink[3], sink[4] = float("inf"), -float("inf")
+    check(*arguments, causal=True, attn_sink=sink)
+
+
+@pytest.mark.parametrize("padding", [(64, 0), (0, 2), (8, 5)])
+def test_padded_cache(padding):
+    check(*problem(RAGGED, padding=padding))
+
+
+def test_strided_q_table_and_out():
+    q, kv_cache, table, lengths = problem(RAGGED, heads=48, seqlen_q=3)
+    wide = torch.full((*table.shape[:1], 3 * table.shape[1]), BEYOND, device="cuda").int()
+    wide[:, : table.shape[1]] = table
+    backing = torch.full((12, 16, 3, 1025), float("nan"), dtype=q.dtype, device="cuda")
+    out = backing.transpose(1, 2)[..., 1::2]
+    arguments = (q[:, :, 7:39:2], kv_cache, wide[:, : table.shape[1]], lengths)
+    check(*arguments, causal=True, out=out)
+    assert backing[..., ::2].isnan().all()
+
+
+def test_replays_with_other_lengths_and_tables():
+    q, kv_cache, table, lengths = problem([4097] * 9)
+    out, lse = run(q, kv_cache, table, lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(q, kv_cache, table, lengths)
+    generator = torch.Generator().manual_seed(0)
+    kv_cache.nan_to_num_(0.25)
+    for _ in range(20):
+        lengths.copy_(torch.randint(0, 4098, (9,), generator=generator))
+        table[:, :65] = table[:, torch.randperm(65, generator=generator).cuda()]
+        q.normal_()
+        graph.replay()
+        expected, expected_lse = oracle(q, kv_cache, table, lengths)
+        assert_close_to_fp64(out, expected)
+        assert_lse_close_to_fp64(lse, expected_lse)
+
+
+def test_first_launch_of_a_batch_bucket_needs_no_other_state():
+    arguments = [problem([700 + batch] * batch) for batch in (1, 40, 2, 130)]
+    expected = [run(*each) for each in arguments]
+    for each, (out, lse) in zip(arguments[::-1], expected[::-1], strict=True):
+        again, lse_again = run(*each)
+        assert torch.equal(out, again)
+        assert torch.equal(lse, lse_again)
+
+
+def test_back_to_back_calls_do_not_overtake_each_other():
+    """A kernel launched early must not read what its predecessor has yet to write."""
+    q, kv_cache, table, lengths = problem([1000, 64, 300])
+    for _ in range(50):
+        out, _ = run(q, kv_cache, table, lengths)
+        q[..., :512].copy_(out)
+    chained = q.clone()
+    torch.manual_seed(0)
+    q2, *_ = problem([1000, 64, 300])
+    for _ in range(50):
+        out, _ = run(q2, kv_cache, table, lengths)
+        torch.cuda.synchronize()
+        q2[..., :512].copy_(out)
+        torch.cuda.synchronize()
+    assert torch.equal(chained, q2)
+
+
+def test_misaligned_cache_is_refused():
+    q, kv_cache, table, lengths = problem([64])
+    flat = torch.zeros(kv_cache.numel() + 1, dtype=q.dtype, device="cuda")[1:]
+    with pytest.raises(ValueError, match="kv_cache must begin at a multiple of 16 bytes"):
+        run(q, flat.view(kv_cache.shape), table, lengths)

@@ -1,0 +1,148 @@
+"""Plans are remembered by layout: no refusal may get lost on the second call."""
+
+import pytest
+import torch
+
+import mla_ops
+from mla_ops.ops import _decode_plan
+from mla_ops.ops._decode_plan import forget_plans, plan_decode
+from mla_ops.testing.inputs import make_decode_inputs
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def outputs(batch=3, heads=16):
+    return torch.empty((batch, 1, heads, 512), dtype=torch.bfloat16), torch.empty(
+        (batch, heads, 1)
+    )
+
+
+def call(inputs, out=None, lse=None, metadata=None, **options):
+    return mla_ops.mla_decode(
+        *inputs[:4], metadata, softmax_scale=inputs.softmax_scale, out=out, lse=lse, **options
+    )
+
+
+def misshapen(inputs):
+    out, lse = outputs()
+    metadata = mla_ops.mla_metadata(inputs.cache_seqlens, num_heads_q=16)
+    odd = torch.empty((3, 33), dtype=torch.int32)
+    rows, splits = metadata
+    for change in (
+        {"q": inputs.q.float()},
+        {"q": inputs.q[:2]},
+        {"q": inputs.q[..., :575]},
+        {"q": inputs.q.mT.contiguous().mT},
+        {"kv_cache": inputs.kv_cache.half()},
+        {"kv_cache": inputs.kv_cache[:, :, :0]},
+        {"block_table": inputs.block_table.long()},
+        {"block_table": inputs.block_table.t().contiguous().t()},
+        {"cache_seqlens": inputs.cache_seqlens.long()},
+        {"cache_seqlens": odd[:, 0].copy_(inputs.cache_seqlens)},
+    ):
+        yield change, {}
+    for options in (
+        {"metadata": (rows, splits[:3])},
+        {"metadata": (rows.long(), splits)},
+        {"metadata": (rows[:, :7], splits)},
+        {"metadata": (rows.t().contiguous().t(), splits)},
+        {"metadata": (torch.cat((rows, rows)), splits)},
+        {"attn_sink": torch.zeros(15)},
+        {"attn_sink": torch.zeros(16, dtype=torch.float64)},
+        {"attn_sink": torch.zeros(32)[::2]},
+        {"head_dim_v": 500},
+        {"descale_k": torch.ones(1)},
+        {"backend": "gone"},
+        {"backend": "flash_mla"},
+        {"out": out.float(), "lse": lse},
+        {"out": out[:2], "lse": lse},
+        {"out": out, "lse": lse.mT},
+        {"out": out, "lse": lse.double()},
+        {"out": out[:, :, :1].expand(out.shape), "lse": lse},
+    ):
+        yield {}, options
+
+
+def test_what_does_not_fit_is_refused_after_a_call_that_did():
+    inputs = make_decode_inputs((0, 1, 65))
+    metadata = mla_ops.mla_metadata(inputs.cache_seqlens, num_heads_q=16)
+    sink = torch.zeros(16)
+    for _ in range(2):
+        call(inputs)
+        call(inputs, metadata=metadata)
+        call(inputs, *outputs())
+        call(inputs, *outputs(), metadata=metadata, attn_sink=sink)
+        for change, options in misshapen(inputs):
+            with pytest.raises((ValueError, TypeError, mla_ops.BackendUnavailableError)):
+                call(inputs._replace(**change), **options)
+
+
+def test_overlap_is_seen_although_the_layout_is_known():
+    """A plan knows no addresses: without the comparison out would overwrite what is read."""
+    inputs = make_decode_inputs((0, 1, 65), dtype=torch.float32)
+    metadata = mla_ops.mla_metadata(inputs.cache_seqlens, num_heads_q=16)
+    sink = torch.zeros(16)
+    memory = torch.zeros(2_000_000, dtype=torch.float32)
+
+    def placed(tensor, at):
+        view = memory[at : at + tensor.numel()].view(tensor.dtype).view(tensor.shape)
+        return view.copy_(tensor)
+
+    def step(at_out, at_lse, rows=metadata.tile_scheduler_metadata, **options):
+        out, lse = (
+            placed(torch.empty((3, 1, 16, 512)), at_out),
+            placed(torch.empty(3, 16, 1), at_lse),
+        )
+        call(changed, out, lse, metadata=(rows, metadata.num_splits), **options)
+
+    size = 3 * 16 * 512
+    q = placed(inputs.q, 100_000)
+    cache = placed(inputs.kv_cache, 300_000)
+    table = placed(inputs.block_table, 800_000)
+    lengths = placed(inputs.cache_seqlens, 810_000)
+    rows = placed(metadata.tile_scheduler_metadata, 820_000)
+    changed = inputs._replace(q=q, kv_cache=cache, block_table=table, cache_seqlens=lengths)
+    for options in ({}, {"attn_sink": sink}):
+        step(0, size, rows, **options)
+        step(1_000_000, 1_500_000, rows, **options)
+        for at in (
+            100_000 - size + 1,
+            100_000,
+            300_000 + cache.numel() - 1,
+            800_000,
+            810_002,
+            820_001,
+        ):
+            backup = memory.clone()
+            with pytest.raises(ValueError, match="memory of its own"):
+                step(at, 1_500_000, rows, **options)
+            memory.copy_(backup)
+            with pytest.raises(ValueError, match="memory of its own"):
+                step(1_000_000, max(at, 100_000), rows, **options)
+            memory.copy_(backup)
+        with pytest.raises(ValueError, match="memory of its own"):
+            step(1_000_000, 1_000_000 + size - 1, rows, **options)
+        # Neighbours are no overlap.
+        step(100_000 - size, 100_000 + q.numel(), rows, **options)
+
+
+def test_plans_are_per_layout_and_bounded(monkeypatch):
+    monkeypatch.setattr(_decode_plan, "_MOST_PLANS", 3)
+    for batch in (1, 2, 3, 1, 2, 3, 4, 5):
+        inputs = make_decode_inputs((5,) * batch)
+        out, _ = call(inputs)
+        assert out.shape[0] == batch
+        assert len(_decode_plan._plans) <= 3
+
+
+def test_an_equal_layout_reuses_the_plan():
+    first, second = make_decode_inputs((0, 1, 65)), make_decode_inputs((0, 2, 66), seed=1)
+    arguments = (None, None, 0.1, 512, True, None, None, None, "auto")
+    plan = plan_decode((*first[:4], *arguments))
+    assert plan_decode((*second[:4], *arguments)) is plan
+    assert plan_decode((*first[:4], *arguments[:-1], "reference")) is not plan

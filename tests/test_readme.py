@@ -1,0 +1,35 @@
+"""What the README shows is run, and what it claims about support is generated."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from mla_ops.testing.support import support_matrix
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_code_blocks_run():
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert blocks
+    # Later blocks go on from earlier ones, as a reader would.
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "readme.py"
+        program.write_text("\n".join(blocks))
+        done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_support_matrix_is_the_generated_one():
+    begin, end = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
+    shown = README.read_text().split(begin)[1].split(end)[0].strip()
+    assert shown == support_matrix(), "run scripts/support_matrix.py --write"
+
+
+def test_code_comes_by_line_10_and_the_two_commands_follow():
+    lines = README.read_text().splitlines()
+    assert "```python" in lines[:10]
+    assert any("./scripts/demo.sh" in line for line in lines[:28])
+    assert any("./scripts/test.sh" in line for line in lines[:28])
