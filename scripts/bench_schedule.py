@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from _record import environment
 from _timing import pools_needed, replay_us
 
 import mla_ops
@@ -84,7 +85,7 @@ def main() -> None:
                 results.append({"b": batch, "h": heads, "k": length, "us": times})
                 torch.cuda.empty_cache()
     if args.json:
-        args.json.write_text(json.dumps(results))
+        args.json.write_text(json.dumps({**environment(), "results": results}))
 
 
 if __name__ == "__main__":

@@ -104,9 +104,9 @@ def _mismatch(
     if scheduled != batch:
         return _wrong_batch(scheduled, batch)
     return (
-        f"metadata must be the schedule of the present cache_seqlens, got {differences[0]} (it was "
-        "computed for other lengths: call mla_metadata, or MLAMetadataBuffers.update, after "
-        "every change of a length)"
+        f"metadata must be the schedule of the present cache_seqlens, got {differences[0]} "
+        "(it was computed for other lengths: call mla_metadata, or MLAMetadataBuffers.update, "
+        "after every change of a length)"
     )
 
 

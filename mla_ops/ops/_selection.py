@@ -108,11 +108,35 @@ def _best(shape: DecodeShape) -> str:
     return "reference"
 
 
+# Where the Triton kernel beats FlashMLA on an H200: query rows of a sequence (S * H) up to, batch
+# up to, least table width in tokens, most tokens the tables of the batch have room for. The first
+# column picks the lines. Source: scripts/bench_decode.py --sweep, scripts/results/.
+_TRITON_WINS = (
+    (16, 4, 0, 2**18),
+    (16, 8, 0, 2**17),
+    (16, 16, 0, 2**16),
+    (16, 64, 0, 2**15),
+    (32, 1, 0, 2**16),
+    (32, 4, 0, 2**14),
+    (64, 1, 1024, 2**16),
+    (64, 4, 1024, 2**14),
+    (128, 1, 0, 2**14),
+    (128, 2, 1024, 2**13),
+)
+
+
 def _preferences(shape: DecodeShape) -> tuple[str, ...]:
     if shape.device.type == "cpu":
         return ("cpu",)
     if shape.device.type != "cuda":
         return ()
+    rows = shape.seqlen_q * shape.num_heads_q
+    width = shape.max_pages * shape.page_size
+    bracket = next((line[0] for line in _TRITON_WINS if rows <= line[0]), None)
+    for most_rows, batch, least_width, most_tokens in _TRITON_WINS:
+        fits = shape.batch_size <= batch and shape.batch_size * width <= most_tokens
+        if most_rows == bracket and fits and width >= least_width:
+            return ("triton", "flash_mla")
     return ("flash_mla", "triton")
 
 

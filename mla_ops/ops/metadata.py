@@ -75,9 +75,10 @@ def mla_metadata(
             )
         )
     if num_sm_parts is not None and out[0].shape[0] != num_sm_parts:
+        # Dynamo cannot format two symbolic sizes in one string: int() makes them numbers.
         raise ValueError(
-            f"mla_metadata: out must be of num_sm_parts = {num_sm_parts} rows, got "
-            f"{out[0].shape[0]} (pass one of the two)"
+            f"mla_metadata: out must be of num_sm_parts = {int(num_sm_parts)} rows, got "
+            f"{int(out[0].shape[0])} (pass one of the two)"
         )
     _out_op(
         *(cache_seqlens, out[0], out[1], num_heads_q, seqlen_q, num_heads_k, topk, topk_length),

@@ -1,10 +1,11 @@
 """The tile scheduler as one parallel kernel: no allocation, no sync, in place.
 
-The requests lie on a line, request r at P[r] and blocks[r] + overhead long; with a quota of q
-blocks, a part that begins at X ends at X + q, or at the one request boundary in
-[X + q, X + q + overhead] if there is one. So a step needs a bit per position of that window, and
-since the windows of the next steps overlap only by what snapping can add, six steps share one
-round of reductions: the walk over 132 parts is 22 rounds.
+The requests lie on a line, request r at P[r] and blocks[r] + overhead long. With a quota of q
+blocks, a part that begins at X ends at X + q, unless a request boundary lies at most ``overhead``
+behind that: then it ends there. So part p begins at p * q + shift, and only a boundary whose
+distance to that grid is 1..overhead moves the grid. The walk jumps from one such boundary to the
+next, one minimum over all requests each; most batches have a few, none has more than
+min(B, T). Every program walks the whole line and writes a few rows and requests of its own.
 """
 
 from __future__ import annotations
@@ -13,16 +14,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_ops.backends.triton.launch import on_device_of
+from mla_ops.backends.triton.launch import INTERPRETED, on_device_of
 from mla_ops.shapes import BALANCED_SPLITS_PER_BLOCK, BLOCK_TOKENS, IDLE_REQUEST, ceil_div
 
 __all__ = ["mla_metadata_out"]
 
+_SCHEDULES = ("flash_mla", "balanced")
 _BALANCED = tl.constexpr(BALANCED_SPLITS_PER_BLOCK)
 _TOKENS = tl.constexpr(BLOCK_TOKENS)
 _IDLE = tl.constexpr(IDLE_REQUEST)
-_BEYOND = tl.constexpr(2**30)
-_ROWS, _REQUESTS = 8, 32
+_NONE = tl.constexpr(2**31 - 1)
+# Lengths of more blocks together than this (5 TB of bf16 cache) are garbage; they are cut, so
+# that positions on the line, times 8, stay below 2**31.
+_MOST_BLOCKS = tl.constexpr(2**26)
+# A wave of one-warp programs costs as much as one program: a row each. The interpreter runs them
+# one after the other.
+_ROWS = 16 if INTERPRETED else 1
 
 
 @triton.jit
@@ -46,7 +53,36 @@ def _quota(total, longest, parts, BALANCE: tl.constexpr):
         root = tl.where(root * root > square, root - 1, root)
         root = tl.where((root + 1) * (root + 1) <= square, root + 1, root)
         quota = tl.maximum(quota, root)
-    return quota
+    return tl.maximum(quota, 1)
+
+
+@triton.jit
+def _remainder(value, divisor, reciprocal):
+    # A multiplication by floor((2**32 - 1) / divisor) is one quotient short at most.
+    value = value.to(tl.uint32)
+    rest = value - tl.umulhi(value, reciprocal) * divisor
+    return tl.minimum(rest, rest - divisor)
+
+
+@triton.jit
+def _cost(blocks, inside, quota, reciprocal, OVERHEAD: tl.constexpr):
+    # A quota within the overhead reaches every boundary: each request then costs whole parts.
+    rest = _remainder(blocks, quota.to(tl.uint32), reciprocal).to(tl.int32)
+    whole = blocks + tl.where(rest > 0, quota - rest, 0)
+    return tl.where(inside, tl.where(quota <= OVERHEAD, whole, blocks + OVERHEAD), 0)
+
+
+@triton.jit
+def _next_snap(ends, rest, OVERHEAD: tl.constexpr):
+    snaps = (rest - 1) < OVERHEAD  # unsigned: 0 is out
+    return tl.min(tl.where(snaps, ends * 8 + rest.to(tl.int32), _NONE), 0)
+
+
+@triton.jit
+def _place(position, ends, batch):
+    reached = ends[None, :] <= position[:, None]  # [ROWS, BLOCK]
+    request = tl.minimum(tl.sum(reached.to(tl.int32), 1), batch)
+    return request, position - tl.max(tl.where(reached, ends[None, :], 0), 1)
 
 
 @triton.jit(do_not_specialize=["batch", "parts", "topk"])
@@ -60,77 +96,77 @@ def _mla_metadata_kernel(
     CONSTANT: tl.constexpr,
     BALANCE: tl.constexpr,
     OVERHEAD: tl.constexpr,
-    STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
+    tl.static_assert(OVERHEAD < 8, "a snap packs its distance into three bits")
     pid = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     inside = index < batch
-    blocks = _blocks(_length(lengths_ptr, topk, index, inside, CONSTANT))
-    cost = tl.where(inside, blocks + OVERHEAD, 0)
-    ends = tl.where(inside, tl.cumsum(cost, 0), _BEYOND)  # P[1:]
-    total = tl.sum(cost, 0)
-    longest = tl.max(tl.where(inside, blocks, 0), 0)
-    quota = _quota(total, longest, parts, BALANCE)
-
-    row = pid * ROWS + tl.arange(0, ROWS)
-    begin = tl.where(row == 0, 0, total)
-    end = tl.zeros([ROWS], tl.int32) + total
     request = pid * REQUESTS + tl.arange(0, REQUESTS)
     mine = request < batch
-    own = tl.where(
-        mine, _blocks(_length(lengths_ptr, topk, request, mine, CONSTANT)) + OVERHEAD, 0
-    )
-    own_end = tl.sum(tl.where(index < pid * REQUESTS, cost, 0), 0) + tl.cumsum(own, 0)
-    own_start = own_end - own
-    last_part = tl.zeros([REQUESTS], tl.int32)
-    snapped = tl.zeros([REQUESTS], tl.int32)
+    blocks = _blocks(_length(lengths_ptr, topk, index, inside, CONSTANT))
+    own = _blocks(_length(lengths_ptr, topk, request, mine, CONSTANT))
 
-    part = 0
-    x = total * 0
-    while x < total:
-        base = x
-        shift = total * 0
-        for step in tl.static_range(1, STEPS + 1):
-            distance = ends - (base + step * quota)
-            bit = (distance >= 0) & (distance <= step * OVERHEAD)
-            window = tl.sum(tl.where(bit, 1 << (distance & 31), 0), 0)
-            # Boundaries lie more than `overhead` apart: at most one bit of a part's own window.
-            window = (window >> shift) & ((1 << (OVERHEAD + 1)) - 1)
-            # The position of the bit is its exponent as a float; no bit and bit 0 add nothing.
-            exponent = (window.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-            shift += tl.maximum(exponent, 0)
-            x = tl.minimum(base + step * quota + shift, total)
-            begin = tl.where(row == part + step, x, begin)
-            end = tl.where(row + 1 == part + step, x, end)
-            last_part += (x < own_end).to(tl.int32)
-            snapped += ((window != 0) & (x <= own_start)).to(tl.int32)
-        part += STEPS
+    # In units of 1024 blocks, because the sum of blocks itself may overflow.
+    crowded = tl.sum(tl.where(inside, blocks >> 10, 0), 0) > (_MOST_BLOCKS >> 10)
+    most = tl.where(crowded, _MOST_BLOCKS // BLOCK, _MOST_BLOCKS)
+    blocks = tl.minimum(blocks, most)
+    total = tl.sum(tl.where(inside, blocks + OVERHEAD, 0), 0)
+    quota = _quota(total, tl.max(tl.where(inside, blocks, 0), 0), parts, BALANCE)
+    grid = quota.to(tl.uint32)
+    reciprocal = 0xFFFFFFFF // grid
+    cost = _cost(blocks, inside, quota, reciprocal, OVERHEAD)
+    ends = tl.cumsum(cost, 0)  # P[1:], P[B] behind the last request
+    total = tl.sum(cost, 0)
+    own_end = tl.sum(tl.where(index < pid * REQUESTS, cost, 0), 0)
+    own_end += tl.cumsum(_cost(tl.minimum(own, most), mine, quota, reciprocal, OVERHEAD), 0)
+
+    row = pid * ROWS + tl.arange(0, ROWS)
+    begin_grid = tl.minimum(row, parts) * quota
+    end_grid = tl.minimum(row + 1, parts) * quota
+    begin, end = begin_grid, end_grid
+    own_shift = tl.zeros([REQUESTS], tl.int32)
+    shift = total * 0
+    rest = _remainder(ends, grid, reciprocal)  # distance behind the grid
+    snap = _next_snap(ends, rest, OVERHEAD)
+    while snap != _NONE:
+        position = snap >> 3
+        distance = snap & 7
+        shift += distance
+        # Boundaries before the snap keep their distance: 0 means that a part begins there.
+        rest -= tl.where(ends >= position, distance, 0).to(tl.uint32)
+        rest = tl.minimum(rest, rest + grid)
+        begin = tl.where(begin_grid + shift >= position, begin_grid + shift, begin)
+        end = tl.where(end_grid + shift >= position, end_grid + shift, end)
+        own_shift = tl.where(own_end >= position, shift, own_shift)
+        snap = _next_snap(ends, rest, OVERHEAD)
 
     # Pairs of (part, request) up to a request: a part each, and one more for each boundary that
     # is no part's beginning.
-    tl.store(splits_ptr + 1 + request, 1 + last_part + request - snapped, mask=mine)
-    tl.store(splits_ptr + request, 0, mask=(request == 0))
+    own_end -= own_shift
+    last_part = (own_end - 1) // quota
+    begins = ((last_part + 1) * quota == own_end).to(tl.int32)
+    before = tl.sum(((rest == 0) & (index < pid * REQUESTS)).to(tl.int32), 0)
+    met = before + tl.cumsum(begins, 0) - begins
+    tl.store(splits_ptr + 1 + request, 1 + last_part + request - met, mask=mine)
+    tl.store(splits_ptr + request, 0, mask=request == 0)
 
-    reached = ends[None, :] <= begin[:, None]  # [ROWS, BLOCK]
-    begin_req = tl.sum(reached.to(tl.int32), 1)
-    begin_block = begin - tl.max(tl.where(reached, ends[None, :], 0), 1)
-    reached = ends[None, :] <= end[:, None]
-    end_req = tl.sum(reached.to(tl.int32), 1)
-    end_block = end - tl.max(tl.where(reached, ends[None, :], 0), 1)
-
+    begin = tl.minimum(begin, total)
+    end = tl.minimum(end, total)
     busy = begin < end
+    begin_req, begin_block = _place(begin, ends, batch)
+    end_req, end_block = _place(end, ends, batch)
     whole = end_block == 0
     end_req = tl.where(whole, end_req - 1, end_req)
     end_length = _length(lengths_ptr, topk, end_req, busy, CONSTANT)
-    end_blocks = _blocks(end_length)
+    end_blocks = tl.minimum(_blocks(end_length), most)
     end_block = tl.where(whole, tl.where(end_length == 0, 0, end_blocks), end_block)
     first = begin_block != 0
     last = (end_block != end_blocks) & (end_length != 0)
-    single = begin_req == end_req
-    split = (begin_block + quota - 1) // tl.maximum(quota, 1)
+    either = (first | last) & (begin_req == end_req)
+    split = (begin_block + quota - 1) // quota
 
     written = row < parts
     field = rows_ptr + row * 8
@@ -139,9 +175,8 @@ def _mla_metadata_kernel(
     tl.store(field + 2, tl.where(busy, begin_block, 0), mask=written)
     tl.store(field + 3, tl.where(busy, end_block, 0), mask=written)
     tl.store(field + 4, tl.where(busy, split, 0), mask=written)
-    both = (first | last) & single
-    tl.store(field + 5, (busy & (first | both)).to(tl.int32), mask=written)
-    tl.store(field + 6, (busy & (last | both)).to(tl.int32), mask=written)
+    tl.store(field + 5, (busy & (first | either)).to(tl.int32), mask=written)
+    tl.store(field + 6, (busy & (last | either)).to(tl.int32), mask=written)
     tl.store(field + 7, row * 0, mask=written)
 
 
@@ -155,10 +190,20 @@ def mla_metadata_out(
     topk_length: Tensor | None,
     schedule: str,
 ) -> None:
-    """Plan the decode of every request over T parts in one launch."""
+    """Plan the decode of every request over T parts in one launch.
+
+    Raises:
+        ValueError: ``schedule`` is neither "flash_mla" nor "balanced".
+    """
+    if schedule not in _SCHEDULES:
+        raise ValueError(
+            f"mla_metadata: schedule must be one of {_SCHEDULES}, got {schedule!r} "
+            "(resolve 'auto' before the launch)"
+        )
     parts, batch = tile_scheduler_metadata.shape[0], cache_seqlens.shape[0]
     block = max(triton.next_power_of_2(batch), 32)
-    grid = (max(ceil_div(parts, _ROWS), ceil_div(batch, _REQUESTS)),)
+    requests = max(block // 64, 32)
+    grid = (max(ceil_div(parts, _ROWS), ceil_div(batch, requests)),)
     lengths = cache_seqlens if topk_length is None else topk_length
     with on_device_of(cache_seqlens):
         _mla_metadata_kernel[grid](
@@ -171,10 +216,9 @@ def mla_metadata_out(
             CONSTANT=topk is not None and topk_length is None,
             BALANCE=schedule == "balanced",
             OVERHEAD=overhead,
-            # A window of step * overhead + 1 positions has to fit into 31 bits.
-            STEPS=30 // overhead,
             BLOCK=block,
             ROWS=_ROWS,
-            REQUESTS=_REQUESTS,
+            REQUESTS=requests,
+            # One warp reduces without a barrier.
             num_warps=1 if block <= 512 else min(block // 512, 16),
         )

@@ -30,9 +30,7 @@ def plan(lengths, parts, schedule="flash_mla", overhead=5, topk=None, topk_lengt
 
 def check(lengths, parts, schedule="flash_mla", overhead=5):
     counted = [max(length, 0) for length in lengths]
-    expected = oracle.schedule(
-        counted, parts, overhead=overhead, balanced=schedule == "balanced"
-    )
+    expected = oracle.schedule(counted, parts, overhead=overhead, balanced=schedule == "balanced")
     assert plan(lengths, parts, schedule, overhead) == expected
 
 

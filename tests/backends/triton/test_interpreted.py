@@ -13,9 +13,16 @@ import pytest
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("name", ["decode", "metadata", "append_and_merge"])
-def test_kernels_equal_the_reference_in_the_interpreter(name):
-    script = Path(__file__).with_name(f"interpreted_{name}.py")
+SCRIPTS = sorted(Path(__file__).parent.glob("interpreted_*.py"))
+
+
+def test_every_kernel_has_a_script():
+    named = " ".join(script.stem for script in SCRIPTS)
+    assert all(kernel in named for kernel in ("decode", "metadata", "append", "merge"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_kernels_equal_the_reference_in_the_interpreter(script):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
