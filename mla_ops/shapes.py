@@ -9,6 +9,7 @@ import torch
 __all__ = [
     "DecodeShape",
     "ceil_div",
+    "has_packed_rows",
     "lse_strides",
     "num_sm_parts",
     "packed_extent",
@@ -89,3 +90,11 @@ def packed_extent(tensor: torch.Tensor) -> int:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         extent += (size - 1) * stride
     return extent
+
+
+def has_packed_rows(tensor: torch.Tensor) -> bool:
+    """Tell whether the last stride is 1, or has no meaning because there is nothing to step over.
+
+    ``contiguous()`` leaves the strides of such a tensor as they are.
+    """
+    return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 or tensor.numel() == 0

@@ -1,195 +1,319 @@
-"""PagedKVCache against a plain Python model; MLAMetadataBuffers within and beyond capacity."""
+"""PagedKVCache and MLAMetadataBuffers against a plain Python model; addresses are for life."""
 
-import copy
-
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import mla_ops
-from mla_ops import CacheCapacityError, MLAMetadataBuffers, PagedKVCache
+from mla_ops import CacheCapacityError, KVFormat, MLAMetadataBuffers, PagedKVCache, mla_metadata
 
-ROWS, MOST, PAGE, PAGES = 3, 20, 4, 9
+ROWS, PAGES = 4, 7
+LATENT, ROPE = 3, 1
 
 
-def make():
-    return PagedKVCache(
-        *(2, ROWS, MOST),
-        latent_dim=128,
-        rope_dim=32,
-        page_size=PAGE,
-        num_pages=PAGES,
-        dtype=torch.float32,
-    )
+class CacheMachine(RuleBasedStateMachine):
+    """Random programs of allocate, advance, append, free and reset."""
+
+    @initialize(page_size=st.integers(1, 5), max_seq_len=st.integers(1, 14))
+    def start(self, page_size, max_seq_len):
+        self.page_size, self.max_seq_len = page_size, max_seq_len
+        self.cache = PagedKVCache(
+            *(2, ROWS, max_seq_len),
+            latent_dim=LATENT,
+            rope_dim=ROPE,
+            page_size=page_size,
+            num_pages=PAGES,
+            dtype=torch.float32,
+        )
+        self.addresses = addresses(self.cache)
+        self.pages = [0] * ROWS  # pages each row owns
+        self.tokens = [[] for _ in range(ROWS)]  # what each row holds, in order
+        self.next_token = 1.0
+
+    def capacity(self, row):
+        return min(self.pages[row] * self.page_size, self.max_seq_len)
+
+    @rule(row=st.integers(0, ROWS - 1), count=st.integers(0, 16))
+    def allocate(self, row, count):
+        wanted = -(-count // self.page_size) - self.pages[row]
+        state = [buffer.clone() for buffer in self.cache.buffers()]
+        if count > self.max_seq_len:
+            with pytest.raises(CacheCapacityError, match=r"\(raise max_seq_len\)"):
+                self.cache.allocate(row, count)
+        elif wanted > PAGES - sum(self.pages):
+            with pytest.raises(CacheCapacityError, match=r"\(raise num_pages or free a row\)"):
+                self.cache.allocate(row, count)
+        else:
+            self.cache.allocate(row, count)
+            self.pages[row] += max(wanted, 0)
+            return
+        for buffer, then in zip(self.cache.buffers(), state, strict=True):
+            assert torch.equal(buffer, then), "written before the refusal"
+
+    @rule(batch=st.integers(0, ROWS), count=st.integers(0, 6))
+    def advance_and_append(self, batch, count):
+        slots = self.cache.advance_(batch, count)
+        assert slots.dtype == torch.int64
+        assert slots.shape == (batch * count,)
+        values = torch.arange(batch * count) + self.next_token
+        self.next_token += batch * count
+        for layer in range(2):
+            kv_c = (values + 1000 * layer)[:, None].expand(-1, LATENT).contiguous()
+            self.cache.append_(layer, kv_c, -kv_c[:, :ROPE].contiguous(), slots)
+        for row in range(batch):
+            own = slots_of(slots, row, count)
+            fitting = max(0, min(count, self.capacity(row) - len(self.tokens[row])))
+            assert own[fitting:] == [-1] * (count - fitting)
+            assert -1 not in own[:fitting]
+            self.tokens[row] += values[row * count : row * count + fitting].tolist()
+
+    @rule(row=st.integers(0, ROWS - 1))
+    def free(self, row):
+        self.cache.free(row)
+        self.pages[row], self.tokens[row] = 0, []
+
+    @precondition(lambda self: sum(self.pages) > 3)
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.pages, self.tokens = [0] * ROWS, [[] for _ in range(ROWS)]
+
+    @invariant()
+    def agrees_with_the_model(self):
+        if not hasattr(self, "cache"):
+            return
+        cache = self.cache
+        assert addresses(cache) == self.addresses
+        assert cache.cache_seqlens.tolist() == [len(tokens) for tokens in self.tokens]
+        assert cache.capacity.tolist() == [self.capacity(row) for row in range(ROWS)]
+        owned = [
+            page
+            for row in range(ROWS)
+            for page in cache.block_table[row, : self.pages[row]].tolist()
+        ]
+        assert len(set(owned)) == len(owned), "a page is owned twice"
+        assert all(0 <= page < PAGES for page in owned)
+        for row, tokens in enumerate(self.tokens):
+            position = torch.arange(len(tokens))
+            page = cache.block_table[row, position // self.page_size].long()
+            for layer in range(2):
+                held = cache.kv_cache(layer)[page, position % self.page_size, 0]
+                wanted = torch.tensor(tokens).view(-1, 1) + 1000 * layer
+                assert torch.equal(held, wanted * torch.tensor([1.0] * LATENT + [-1.0] * ROPE))
+
+
+CacheMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=20, deadline=None, derandomize=True, database=None
+)
+TestCacheMachine = CacheMachine.TestCase
+
+
+def slots_of(slots, row, count):
+    return slots[row * count : (row + 1) * count].tolist()
 
 
 def addresses(module):
     return {name: buffer.data_ptr() for name, buffer in module.named_buffers()}
 
 
-ACTIONS = st.one_of(
-    st.tuples(st.just("allocate"), st.integers(0, ROWS - 1), st.integers(0, MOST + 2)),
-    st.tuples(st.just("free"), st.integers(0, ROWS - 1), st.just(0)),
-    st.tuples(st.just("advance"), st.integers(0, ROWS), st.integers(1, 3)),
-    st.tuples(st.just("reset"), st.just(0), st.just(0)),
+def make_cache(**options):
+    options = {"latent_dim": 128, "rope_dim": 32, "page_size": 4, **options}
+    return PagedKVCache(2, 3, 10, **options)
+
+
+def make_metadata(**options):
+    return MLAMetadataBuffers(4, num_heads_q=16, max_seqlen_q=2, **options)
+
+
+def test_shapes_and_defaults():
+    cache = PagedKVCache(2, 3, 130)
+    assert cache.kv_cache(1).shape == (9, 64, 1, 576)
+    assert cache.kv_cache(1).dtype == torch.bfloat16
+    assert cache.block_table.shape == (3, 3)
+    assert dict(cache.state_dict()) == {}
+    storages = {buffer.untyped_storage().data_ptr() for buffer in cache.buffers()}
+    assert len(storages) == 5, "one storage each"
+    buffers = MLAMetadataBuffers(4, num_heads_q=16)
+    assert buffers.tile_scheduler_metadata.shape == (132, 8)
+    assert buffers.num_splits.shape == (6,)
+    assert dict(buffers.state_dict()) == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: c.allocate(3, 1), IndexError, r"row must be in \[0, 3\), got 3 \(raise max_b"),
+        (lambda c: c.allocate(-1, 1), IndexError, r"row must be in \[0, 3\), got -1"),
+        (lambda c: c.free(3), IndexError, r"row must be in \[0, 3\), got 3"),
+        (lambda c: c.allocate(0, -1), ValueError, r"num_tokens must be >= 0, got -1"),
+        (
+            lambda c: c.allocate(0, 11),
+            CacheCapacityError,
+            r"max_seq_len = 10, got 11 \(raise max_",
+        ),
+        (lambda c: c.advance_(4), CacheCapacityError, r"max_batch_size = 3, got 4 \(raise max_b"),
+        (
+            lambda c: c.append_(0, torch.ones(1, 32), torch.ones(1, 128), torch.tensor([0])),
+            ValueError,
+            r"kv_c must be \[n, latent_dim\] = \[n, 128\], got shape \(1, 32\)",
+        ),
+        (lambda c: c.kv_cache(2), AttributeError, "kv_cache_2"),
+    ],
 )
+def test_refusals_of_the_cache(call, error, message):
+    cache = make_cache()
+    cache.allocate(0, 5)
+    before = [buffer.clone() for buffer in cache.buffers()]
+    with pytest.raises(error, match=message):
+        call(cache)
+    for buffer, then in zip(cache.buffers(), before, strict=True):
+        assert torch.equal(buffer, then)
 
 
-class Model:
-    """What the cache must do, in plain Python."""
-
-    def __init__(self):
-        self.lengths, self.owned = [0] * ROWS, [0] * ROWS
-
-    def capacity(self, row):
-        return min(self.owned[row] * PAGE, MOST)
-
-    def allocate(self, row, tokens):
-        wanted = max(-(-tokens // PAGE) - self.owned[row], 0)
-        if tokens > MOST or sum(self.owned) + wanted > PAGES:
-            return False
-        self.owned[row] += wanted
-        return True
-
-    def advance(self, rows, tokens):
-        fits = []
-        for row in range(rows):
-            fits += [self.lengths[row] + i < self.capacity(row) for i in range(tokens)]
-            self.lengths[row] = min(self.lengths[row] + tokens, self.capacity(row))
-        return fits
-
-
-def apply(cache, model, action, row, count):
-    if action == "allocate":
-        before = [buffer.clone() for buffer in cache.buffers()]
-        if model.allocate(row, count):
-            cache.allocate(row, count)
-        else:
-            with pytest.raises(CacheCapacityError, match=r"raise (max_seq_len|num_pages)"):
-                cache.allocate(row, count)
-            for buffer, old in zip(cache.buffers(), before, strict=True):
-                assert torch.equal(buffer, old)
-    elif action == "free":
-        cache.free(row)
-        model.lengths[row] = model.owned[row] = 0
-    elif action == "advance":
-        lengths = list(model.lengths)
-        fits = model.advance(row, count)
-        slots = cache.advance_(row, count).tolist()
-        table = cache.block_table.tolist()
-        for index, (slot, fit) in enumerate(zip(slots, fits, strict=True)):
-            position = lengths[index // count] + index % count
-            page = table[index // count][position // PAGE] if fit else None
-            assert slot == (page * PAGE + position % PAGE if fit else -1)
-    else:
-        cache.reset()
-        model.__init__()
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(ACTIONS, max_size=25))
-def test_random_programs_equal_the_model(program):
-    cache, model = make(), Model()
-    fixed = addresses(cache)
-    for action, row, count in program:
-        apply(cache, model, action, row, count)
-        assert cache.cache_seqlens.tolist() == model.lengths
-        assert cache.capacity.tolist() == [model.capacity(row) for row in range(ROWS)]
-        owned = [
-            page
-            for row in range(ROWS)
-            for page in cache.block_table[row, : model.owned[row]].tolist()
-        ]
-        assert len(set(owned)) == len(owned)
-    assert addresses(cache) == fixed
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("make", "call", "message"),
+    [
+        (make_cache, lambda c, x: c.advance_(x.shape[0]), "PagedKVCache: batch_size must be at"),
+        (
+            make_cache,
+            lambda c, x: c.append_(0, x.view(1, -1), x.view(1, -1), torch.tensor([0])),
+            "PagedKVCache: kv_c must be",
+        ),
+        (make_metadata, lambda m, x: m.update(x.int()), "MLAMetadataBuffers: cache_seqlens must"),
+        (
+            make_metadata,
+            lambda m, x: m.update(x.int()[:4], seqlen_q=x.shape[0]),
+            "MLAMetadataBuffers: seqlen_q must be at most",
+        ),
+    ],
+    ids=["advance_", "append_", "update-batch", "update-seqlen_q"],
+)
+def test_refusals_when_compiled(make, call, message, dynamic):
+    torch._dynamo.reset()
+    module = make()
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic or None, backend="eager")
+    with pytest.raises(Exception, match=message):
+        compiled(module, torch.ones(7))
 
 
 @pytest.mark.parametrize("method", ["allocate", "free", "reset"])
-def test_handing_out_pages_inside_a_compiled_region_is_refused(method):
-    cache = make()
-    arguments = {"allocate": (0, 4), "free": (0,), "reset": ()}[method]
+def test_host_methods_are_refused_inside_a_compiled_region(method):
+    torch._dynamo.reset()
+    cache = make_cache()
+    arguments = {"allocate": (0, 5), "free": (0,), "reset": ()}[method]
 
     def step(x):
         getattr(cache, method)(*arguments)
         return x + 1
 
-    with pytest.raises(Exception, match=f"PagedKVCache: {method} must be called between steps"):
-        torch.compile(step, backend="eager", fullgraph=True)(torch.zeros(1))
+    message = (
+        f"PagedKVCache: {method} must be called between steps, got a call inside a torch.comp"
+    )
+    with pytest.raises(Exception, match=message):
+        torch.compile(step, fullgraph=True, backend="eager")(torch.ones(1))
+    getattr(cache, method)(*arguments)
 
 
-@pytest.mark.parametrize("convert", ["bfloat16", "half", "double", "float"])
-def test_dtypes_stay(convert):
-    for module in (make(), MLAMetadataBuffers(4, num_heads_q=16)):
-        fixed = addresses(module)
-        dtypes = {name: buffer.dtype for name, buffer in module.named_buffers()}
-        getattr(module, convert)()
-        assert {name: buffer.dtype for name, buffer in module.named_buffers()} == dtypes
-        assert addresses(module) == fixed
+def test_fp8_is_refused():
+    with pytest.raises(ValueError, match=r"kv_format must be KVFormat.DENSE, got KVFormat.FP8"):
+        make_cache(kv_format=KVFormat.FP8)
 
 
-def test_a_move_is_allowed_before_first_use_and_refused_after():
-    assert make().to("meta").kv_cache(0).device.type == "meta"
-    cache = make()
-    cache.allocate(0, 1)
+@pytest.mark.parametrize("make", [make_cache, make_metadata])
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.bfloat16(),
+        lambda m: m.half(),
+        lambda m: m.double(),
+        lambda m: m.to(torch.float16),
+        lambda m: m.to("cpu", torch.float64),
+        lambda m: m.to(torch.ones(1, dtype=torch.float64)),
+        lambda m: m.cpu(),
+        lambda m: torch.nn.Sequential(m, torch.nn.Linear(1, 1)).to(torch.float16)[0],
+    ],
+    ids=["bfloat16", "half", "double", "to", "to-device", "to-tensor", "cpu", "parent"],
+)
+def test_a_conversion_changes_nothing(make, convert):
+    module = make()
+    before = {name: (b.dtype, b.data_ptr(), id(b)) for name, b in module.named_buffers()}
+    convert(module)
+    assert before == {name: (b.dtype, b.data_ptr(), id(b)) for name, b in module.named_buffers()}
+
+
+def use_cache(cache):
+    cache.allocate(0, 3)
+
+
+def use_metadata(buffers):
+    buffers.update(torch.tensor([5], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("make", "use"), [(make_cache, use_cache), (make_metadata, use_metadata)])
+def test_a_device_move_is_refused_after_first_use(make, use):
+    moved = make().to("meta")
+    assert {buffer.device.type for buffer in moved.buffers()} == {"meta"}
+    module = make()
+    use(module)
+    before = addresses(module)
+    with pytest.raises(RuntimeError, match="device must be chosen before first use"):
+        module.to("meta")
+    assert addresses(module) == before
+
+
+def test_freed_pages_come_back_and_lengths_survive_neighbours():
+    cache = make_cache(num_pages=4)
+    cache.allocate(0, 8)
+    cache.allocate(1, 5)
+    with pytest.raises(CacheCapacityError, match=r"row 2 must find 1 free pages, got 0 of 4"):
+        cache.allocate(2, 1)
+    cache.advance_(3, 5)
     cache.free(0)
-    with pytest.raises(RuntimeError, match="device must be chosen before first use"):
-        cache.to("meta")
-    buffers = MLAMetadataBuffers(4, num_heads_q=16)
-    buffers.update(torch.ones(2, dtype=torch.int32))
-    with pytest.raises(RuntimeError, match="device must be chosen before first use"):
-        buffers.to("meta")
-
-
-def test_buffers_are_not_saved_and_copies_are_apart():
-    cache = make()
-    assert not cache.state_dict()
-    twin = copy.deepcopy(cache)
-    twin.allocate(0, 4)
-    assert cache.capacity.tolist() == [0] * ROWS
+    cache.allocate(2, 8)
+    assert cache.cache_seqlens.tolist() == [0, 5, 0]
+    assert set(cache.block_table[2, :2].tolist()).isdisjoint(cache.block_table[1, :2].tolist())
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "text"),
+    ("lengths", "seqlen_q", "message"),
     [
-        (lambda c: c.allocate(ROWS, 1), IndexError, "row must be in"),
-        (lambda c: c.allocate(0, -1), ValueError, "num_tokens must be >= 0"),
-        (lambda c: c.advance_(ROWS + 1), CacheCapacityError, "raise max_batch_size"),
-        (
-            lambda c: c.append_(0, torch.zeros(1, 96), torch.zeros(1, 64), torch.zeros(1).long()),
-            ValueError,
-            "latent_dim",
-        ),
+        ([1] * 5, 1, r"at most max_batch_size = 4 sequences, got 5 \(raise max_batch_size\)"),
+        ([1], 3, r"seqlen_q must be at most max_seqlen_q = 2, got 3 \(raise max_seqlen_q\)"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(call, error, text):
-    with pytest.raises(error, match=text):
-        call(make())
-
-
-def test_metadata_is_written_in_place_into_leading_slices():
-    buffers = MLAMetadataBuffers(8, num_heads_q=16, max_seqlen_q=4)
-    fixed = addresses(buffers)
-    for batch, seqlen_q, parts in ((8, 1, 132), (3, 4, 132), (0, 1, 132), (1, 2, 132)):
-        lengths = torch.arange(batch, dtype=torch.int32) * 100
-        metadata = buffers.update(lengths, seqlen_q=seqlen_q)
-        assert metadata.tile_scheduler_metadata.shape == (parts, 8)
-        assert metadata.num_splits.shape == (batch + 1,)
-        assert metadata.num_splits.data_ptr() == fixed["num_splits"]
-        expected = mla_ops.mla_metadata(lengths, num_heads_q=16, seqlen_q=seqlen_q)
-        assert torch.equal(metadata.tile_scheduler_metadata, expected.tile_scheduler_metadata)
-        assert torch.equal(metadata.num_splits, expected.num_splits)
-    assert addresses(buffers) == fixed
-
-
-def test_a_later_larger_batch_is_refused_by_name_not_written_out_of_bounds():
-    """Symptom: buffers sized by the first, small call; a larger batch wrote beyond their end."""
-    buffers = MLAMetadataBuffers(4, num_heads_q=16)
+def test_metadata_beyond_the_capacity_is_refused(lengths, seqlen_q, message):
+    """Symptom elsewhere: a larger batch than the first reads past buffers sized by the first."""
+    buffers = make_metadata()
+    use_metadata(buffers)
     before = [buffer.clone() for buffer in buffers.buffers()]
-    with pytest.raises(CacheCapacityError, match="raise max_batch_size"):
-        buffers.update(torch.ones(5, dtype=torch.int32))
-    with pytest.raises(CacheCapacityError, match="raise max_seqlen_q"):
-        buffers.update(torch.ones(4, dtype=torch.int32), seqlen_q=2)
-    for buffer, old in zip(buffers.buffers(), before, strict=True):
-        assert torch.equal(buffer, old)
-    buffers.update(torch.ones(4, dtype=torch.int32))
+    with pytest.raises(CacheCapacityError, match=message):
+        buffers.update(torch.tensor(lengths, dtype=torch.int32), seqlen_q=seqlen_q)
+    for buffer, then in zip(buffers.buffers(), before, strict=True):
+        assert torch.equal(buffer, then)
+
+
+def test_metadata_without_parts_is_refused():
+    with pytest.raises(ValueError, match="num_heads_k and num_sm_parts must be >= 1"):
+        make_metadata(num_sm_parts=0)
+
+
+@pytest.mark.parametrize("num_sm_parts", [None, 3])
+def test_metadata_is_rewritten_in_place_over_300_steps(num_sm_parts):
+    buffers = make_metadata(num_sm_parts=num_sm_parts)
+    before, generator = addresses(buffers), torch.Generator().manual_seed(0)
+    for step in range(300):
+        batch, seqlen_q = step % 5, 1 + step % 2
+        lengths = torch.randint(0, 20_000, (batch,), generator=generator, dtype=torch.int32)
+        rest = buffers.num_splits[batch + 1 :].clone()
+        got = buffers.update(lengths, seqlen_q=seqlen_q)
+        wanted = mla_metadata(
+            lengths, num_heads_q=16, seqlen_q=seqlen_q, num_sm_parts=num_sm_parts
+        )
+        for ours, theirs, name in zip(got, wanted, before, strict=True):
+            assert torch.equal(ours, theirs)
+            assert ours.is_contiguous()
+            assert ours.data_ptr() == before[name]
+        assert torch.equal(buffers.num_splits[batch + 1 :], rest)
+    assert addresses(buffers) == before

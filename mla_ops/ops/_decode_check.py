@@ -8,7 +8,13 @@ from torch import Tensor
 from mla_ops.formats import DENSE_DTYPES
 from mla_ops.ops._library import refuse_shared_memory
 from mla_ops.ops.metadata import default_num_sm_parts
-from mla_ops.shapes import LATENT_ROPE_PAIRS, MAX_HEADS, MAX_SEQLEN_Q, METADATA_FIELDS
+from mla_ops.shapes import (
+    LATENT_ROPE_PAIRS,
+    MAX_HEADS,
+    MAX_SEQLEN_Q,
+    METADATA_FIELDS,
+    has_packed_rows,
+)
 
 __all__ = ["check_decode", "check_outputs"]
 
@@ -65,12 +71,12 @@ def _check_q_and_cache(q: Tensor, kv_cache: Tensor, head_dim_v: int) -> None:
             f"mla_decode: kv_cache must be {q.dtype} like q, got {kv_cache.dtype} "
             "(convert q; FP8 caches are not served yet)"
         )
-    if q.dim() != 4 or (q.shape[3] > 1 and q.stride(3) != 1):
+    if q.dim() != 4 or not has_packed_rows(q):
         raise ValueError(
             f"mla_decode: q must be [B, S, H, D] with last stride 1, got shape {tuple(q.shape)} "
             f"with strides {q.stride()} (add the sequence dimension, or call .contiguous())"
         )
-    if kv_cache.dim() != 4 or kv_cache.shape[2] != 1 or kv_cache.stride(3) != 1:
+    if kv_cache.dim() != 4 or kv_cache.shape[2] != 1 or not has_packed_rows(kv_cache):
         raise ValueError(
             "mla_decode: kv_cache must be [num_pages, page_size, 1, head_dim] with last stride 1, "
             f"got shape {tuple(kv_cache.shape)} with strides {kv_cache.stride()} "
@@ -112,7 +118,7 @@ def _check_table(q: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
                 f"mla_decode: {name} must be {'[B, M]' if dim == 2 else '[B]'} with B = "
                 f"{q.shape[0]} like q, got shape {tuple(tensor.shape)} (slice it to the batch)"
             )
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if not has_packed_rows(tensor):
             raise ValueError(
                 f"mla_decode: {name} must be last stride 1, got strides {tensor.stride()} "
                 "(call .contiguous())"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_ops._torch import inside_graph
-from mla_ops.backends import reference
+from mla_ops.ops._selection import kernel
 from mla_ops.ops.metadata import MLAMetadata, default_num_sm_parts
 from mla_ops.shapes import METADATA_FIELDS, SPLIT_OVERHEAD_BLOCKS, DecodeShape
 
@@ -120,7 +120,7 @@ def _wrong_batch(got: int, batch: int) -> str:
 def _schedule_of(lengths: Tensor, parts: int, schedule: str) -> tuple[Tensor, Tensor]:
     rows = torch.empty((parts, METADATA_FIELDS), dtype=torch.int32)
     splits = torch.empty((lengths.shape[0] + 1,), dtype=torch.int32)
-    reference.mla_metadata_out(
+    kernel("reference", "mla_metadata_out")(
         *(lengths, rows, splits),
         overhead=SPLIT_OVERHEAD_BLOCKS,
         topk=None,

@@ -8,6 +8,7 @@ from torch import Tensor
 from mla_ops.formats import DENSE_DTYPES
 from mla_ops.ops._library import refuse_shared_memory, register
 from mla_ops.ops._selection import device_kernel
+from mla_ops.shapes import has_packed_rows
 
 __all__ = ["append_kv_"]
 
@@ -57,7 +58,7 @@ def _check(
 ) -> None:
     if descale_k is not None or kv_cache.dtype not in DENSE_DTYPES:
         _refuse_fp8(kv_cache, descale_k)
-    if kv_cache.dim() != 4 or kv_cache.shape[2] != 1 or kv_cache.stride(3) != 1:
+    if kv_cache.dim() != 4 or kv_cache.shape[2] != 1 or not has_packed_rows(kv_cache):
         raise ValueError(
             "append_kv_: kv_cache must be [num_pages, page_size, 1, head_dim] with last stride 1, "
             f"got shape {tuple(kv_cache.shape)} with strides {kv_cache.stride()} "
@@ -84,7 +85,7 @@ def _check(
                 f"(n = {slot_mapping.shape[0]}), got shape {tuple(tensor.shape)} "
                 "(flatten batch and sequence)"
             )
-        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        if not has_packed_rows(tensor):
             raise ValueError(
                 f"append_kv_: {name} must be last stride 1, got strides {tensor.stride()} "
                 "(call .contiguous())"

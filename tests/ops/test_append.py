@@ -126,3 +126,10 @@ def test_a_slot_of_a_view_of_a_pool_stays_in_the_view(kernel):
         *make_tokens(3, 128, 32, torch.float32, False),
         torch.tensor([8, 0, -1]),
     )
+
+
+def test_no_tokens_with_strides_that_contiguous_keeps():
+    """Symptom: an empty batch was refused, "call .contiguous()", which changes nothing here."""
+    nothing = torch.empty(0, 1).expand(0, 128)
+    assert nothing.contiguous().stride(1) == 0
+    check("operator", torch.ones(3, 2, 1, 160), nothing, nothing[:, :32], torch.empty(0).long())

@@ -8,18 +8,19 @@ import re
 
 import pytest
 import torch
-from refusals import FUNCTIONS, MUTATED, REFUSALS, good_arguments
+from refusal_table import REFUSALS
+from refusals import FUNCTIONS, MUTATED, good_arguments
 from torch._subclasses import FakeTensorMode
 
 IDS = [f"{refusal.op}-{refusal.id}" for refusal in REFUSALS]
 each_refusal = pytest.mark.parametrize("refusal", REFUSALS, ids=IDS)
 
 
-def comparable(text):
-    """Write devices as DEVICE and numbers and symbolic sizes as #."""
-    text = re.sub(r"\b(cpu|cuda:0|cuda)\b(?!')", "DEVICE", text)
-    text = re.sub(r"\b(s\d+|\d+)\b", "#", text)
-    return re.sub(r"\(?#( [-+*] \(?#\)?)+\)?|#\*#", "#", text)
+def wanted(refusal, device="cpu", symbolic=False):
+    """Return the pattern of the message up to what was got; sizes may be symbols."""
+    text = refusal.message.replace("on cpu", f"on {device}")
+    pattern = re.escape(text if ", got " in text else f"{text}, got ")
+    return re.sub(r"\b\d+\b", r"[^\n]{1,60}?", pattern) if symbolic else pattern
 
 
 def bad_arguments(refusal, device="cpu"):
@@ -27,16 +28,14 @@ def bad_arguments(refusal, device="cpu"):
     return {**arguments, **refusal.change(arguments)}
 
 
-def check_refused(refusal, call, errors, arguments):
+def check_refused(refusal, call, errors, arguments, pattern=None):
     before = {
         name: value.clone()
         for name, value in arguments.items()
         if isinstance(value, torch.Tensor) and value.device.type == "cpu"
     }
-    with pytest.raises(errors) as caught:
+    with pytest.raises(errors, match=pattern or wanted(refusal)) as caught:
         call(**arguments)
-    wanted = comparable(f"{refusal.message}, got").removesuffix(", got")
-    assert wanted in comparable(str(caught.value))
     for name, value in before.items():
         if not isinstance(value, torch._subclasses.FakeTensor):
             assert torch.equal(arguments[name], value), f"{name} was written"
@@ -63,9 +62,10 @@ def test_real_tensors(refusal):
 def test_fake_cuda_tensors(refusal):
     with FakeTensorMode():
         function = FUNCTIONS[refusal.op]
-        check_refused(refusal, function, refusal.error, bad_arguments(refusal, "cuda"))
+        bad, pattern = bad_arguments(refusal, "cuda"), wanted(refusal, "cuda:0")
+        check_refused(refusal, function, refusal.error, bad, pattern)
         function(**good_arguments(refusal.op, "cuda"))
-        error = check_refused(refusal, function, refusal.error, bad_arguments(refusal, "cuda"))
+        error = check_refused(refusal, function, refusal.error, bad, pattern)
         assert as_told(refusal, error)
 
 
@@ -77,9 +77,12 @@ def test_compiled(refusal, dynamic):
     compiled = torch.compile(
         FUNCTIONS[refusal.op], fullgraph=True, dynamic=dynamic or None, backend="eager"
     )
-    check_refused(refusal, compiled, Exception, bad_arguments(refusal))
+    pattern = wanted(refusal, symbolic=dynamic)
+    check_refused(refusal, compiled, Exception, bad_arguments(refusal), pattern)
     compiled(**good_arguments(refusal.op))
-    check_refused(refusal, compiled, Exception, bad_arguments(refusal))
+    # The second size of an argument makes Dynamo take it for dynamic.
+    pattern = wanted(refusal, symbolic=True)
+    check_refused(refusal, compiled, Exception, bad_arguments(refusal), pattern)
 
 
 @pytest.mark.parametrize("op", MUTATED)

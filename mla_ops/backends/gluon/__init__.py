@@ -29,8 +29,9 @@ def _reasons(device_type: str, index: int | None) -> tuple[str, ...]:
         return ("triton is not installed (pip install 'triton>=3.6')",)
     try:
         found = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper")
-    except ImportError as error:
-        return (f"triton does not import: {error}",)
+    except Exception as error:
+        # A broken triton raises anything; the reason is reported.
+        return (f"triton does not import: {type(error).__name__}: {error}",)
     if found is None:
         return ("this triton has no Gluon for Hopper (install triton>=3.6)",)
     if device_type != "cuda":

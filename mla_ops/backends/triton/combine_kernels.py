@@ -199,7 +199,7 @@ def combine_kernel(
             norm = norm * decay + tl.sum(weight, 0)
             top = higher
         empty = norm == 0.0
-        lse2 = tl.where(empty, -float("inf"), top + tl.log2(norm))
+        lse2 = top + tl.log2(norm)
         factor = tl.where(empty, 0.0, 1.0 / norm)
         row = group * BLOCK_H + local
         head = (row % heads).to(tl.int64)

@@ -191,7 +191,7 @@ def decode_kernel(
             acc = _dot(weight, keys, acc * decay[:, None], WIDE)
 
         empty = norm == 0.0
-        lse2 = tl.where(empty, -float("inf"), top + tl.log2(norm))
+        lse2 = top + tl.log2(norm)
         factor = tl.where(empty, 0.0, 1.0 / norm)
         column = _late_zero(segment_end) + tl.arange(0, LATENT)
         if segment_end - cur == count:
