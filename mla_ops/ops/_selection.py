@@ -92,7 +92,8 @@ def select(op: str, backend: str, shape: DecodeShape, *, traced: bool = False) -
     if backend == "auto":
         return "auto" if traced else _best(shape)
     absent = traced and shape.device.type == "cuda" and not torch.cuda.is_available()
-    reasons = reasons_against(backend, shape, probe=not absent)
+    # Whether a GPU backend will run there cannot be asked here; that the CPU backend will not can.
+    reasons = reasons_against(backend, shape, probe=not absent or backend == "cpu")
     if reasons:
         raise BackendUnavailableError(
             f"{op}: backend must be able to run this call, got {backend!r}: "
