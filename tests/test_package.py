@@ -116,7 +116,7 @@ def test_results_are_named_tuples():
 def test_import_loads_no_kernels_and_leaves_cuda_alone():
     run_fresh(
         "import sys, mla_ops, torch\n"
-        "for name in ('triton', 'flash_mla', 'transformers', 'torch._inductor.compile_fx'):\n"
+        "for name in ('triton', 'flash_mla', 'transformers', 'rich', 'torch._inductor'):\n"
         "    assert name not in sys.modules, name\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert not [m for m in sys.modules if m.startswith('mla_ops.backends.')]\n"
@@ -272,3 +272,11 @@ def test_no_module_holds_a_tensor():
 
 def test_the_version_of_torch_is_supported():
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+
+
+@pytest.mark.parametrize("name", ["doctor?", "--nonsense"])
+def test_an_unknown_subcommand_is_told_without_a_traceback(name):
+    command = [sys.executable, "-m", "mla_ops", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

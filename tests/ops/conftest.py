@@ -6,6 +6,8 @@ import torch
 
 # The oracles serve the tests of several packages.
 sys.path.insert(0, str(Path(__file__).parent.parent))
+# Small tensors: threads cost ten times what they save where several workers share the cores.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -189,6 +189,22 @@ def test_empty_sizes(backend, given_out, lengths, sizes):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("length", [13, 2**31 - 1, -1, -(2**31)])
+def test_lengths_beyond_the_table_are_clamped(backend, causal, length):
+    """As if the sequence ended with the table: the last query sees all, the first S - 1 less."""
+    inputs = make_decode_inputs(
+        (12, 5), seqlen_q=3, num_heads_q=2, page_size=4, spare_columns=0, dtype=torch.float32
+    )
+    inputs.cache_seqlens[0] = length
+    got = check(inputs, backend, causal=causal)
+    inputs.cache_seqlens[0] = 12 if length > 0 else 0
+    clamped = check(inputs, backend, causal=causal)
+    assert torch.equal(got.out, clamped.out)
+    assert torch.equal(got.lse, clamped.lse)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sink", [-INF, 0.0, INF])
 def test_sinks_at_the_ends(backend, sink):
     """A sink of -inf changes nothing, one of +inf takes all the weight; empty rows stay 0."""

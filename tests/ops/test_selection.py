@@ -1,0 +1,95 @@
+"""A named backend runs or raises with every reason, eager, fake and compiled; auto never fails."""
+
+import itertools
+
+import pytest
+import torch
+from refusals import good_arguments
+from torch._subclasses import FakeTensorMode
+
+from mla_ops import BackendUnavailableError, backend_report, mla_decode
+from mla_ops.ops._selection import BACKENDS, device_kernel, reasons_against, select
+from mla_ops.shapes import LATENT_ROPE_PAIRS, DecodeShape
+
+GPU_BACKENDS = ("flash_mla", "gluon", "triton")
+CANNOT = "mla_decode: backend must be able to run this call, got {!r}: .*use backend='auto'"
+
+
+def arguments(device="cpu"):
+    given = good_arguments("mla_decode", device)
+    del given["tile_scheduler_metadata"], given["num_splits"]
+    return given
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_a_gpu_backend_is_refused_on_the_cpu(backend):
+    with pytest.raises(BackendUnavailableError, match=CANNOT.format(backend)) as caught:
+        mla_decode(**arguments(), backend=backend)
+    assert "the tensors are on cpu" in str(caught.value)
+    torch._dynamo.reset()
+    compiled = torch.compile(mla_decode, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=CANNOT.format(backend)):
+        compiled(**arguments(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["flash_mla", "gluon"])
+def test_a_shape_that_a_backend_cannot_run_is_refused_in_the_fake(backend):
+    """Float32, 128 + 32, page 4: told at trace time for a device that is not here."""
+    with FakeTensorMode():
+        given = arguments("cuda")
+        with pytest.raises(BackendUnavailableError, match=CANNOT.format(backend)):
+            mla_decode(**given, backend=backend)
+        mla_decode(**given, backend="auto")
+
+
+def test_the_cpu_backend_is_refused_for_cuda_tensors():
+    with FakeTensorMode():
+        given = arguments("cuda")
+        with pytest.raises(BackendUnavailableError, match=CANNOT.format("cpu")):
+            mla_decode(**given, backend="cpu")
+        mla_decode(**given, backend="reference")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "auto"])
+def test_backends_that_run_here(backend):
+    mla_decode(**arguments(), backend=backend)
+
+
+def test_the_report_names_every_backend_with_its_reasons():
+    report = backend_report(device="cpu")
+    assert report.choice == "cpu"
+    assert tuple(report.reasons) == BACKENDS
+    assert report.reasons["cpu"] == report.reasons["reference"] == ()
+    text = str(report)
+    assert text.startswith("auto -> cpu\n")
+    for backend in GPU_BACKENDS:
+        assert report.reasons[backend]
+        assert f"\n{backend:10} {report.reasons[backend][0]}" in text
+
+
+def shapes(device):
+    values = itertools.product(
+        *(LATENT_ROPE_PAIRS, (1, 63, 128), (1, 8), (1, 64), (torch.bfloat16, torch.float64))
+    )
+    for (latent, rope), heads, seqlen_q, page_size, dtype in values:
+        yield DecodeShape(
+            *(torch.device(device), dtype, dtype, 2, seqlen_q, heads, latent + rope, latent),
+            *(9, page_size, 4, page_size * (latent + rope), latent + rope),
+        )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_auto_never_picks_what_cannot_run(device):
+    for shape in shapes(device):
+        chosen = select("mla_decode", "auto", shape)
+        assert reasons_against(chosen, shape) == []
+        assert select("mla_decode", chosen, shape) == chosen
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+def test_devices_without_kernels_have_the_reference(device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has the kernels")
+    for op in ("mla_metadata_out", "append_kv_", "merge_states"):
+        function = device_kernel(op, torch.device(device))
+        assert function.__module__ == "mla_ops.backends.reference"
