@@ -20,6 +20,9 @@ __all__ = [
     "unsupported",
 ]
 
+# Widened keys of a chunk: 2.4 MB in float32; 512 to 2048 tokens measure the same.
+_CHUNK_TOKENS = 1024
+
 merge_states = reference.merge_states
 
 
@@ -68,12 +71,12 @@ def mla_decode_out(
     pool = kv_cache.squeeze(2)
     pages, page_size, head_dim = pool.shape
     head_dim_v = out.shape[-1]
-    wide = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     capacity = block_table.shape[1] * page_size
     lengths = cache_seqlens.clamp(0, capacity).tolist()
     longest = ceil_div(max(lengths), page_size)
     gathered = torch.empty((longest, page_size, head_dim), dtype=pool.dtype)
-    widened = gathered if wide == pool.dtype else torch.empty(gathered.shape, dtype=wide)
+    chunk = torch.empty((min(gathered.numel() // head_dim, _CHUNK_TOKENS), head_dim), dtype=wide)
 
     for b, length in enumerate(lengths):
         if length == 0:
@@ -88,50 +91,59 @@ def mla_decode_out(
         hidden = absent.repeat_interleave(page_size)[:length] if bool(absent.any()) else None
         if hidden is not None:
             keys.masked_fill_(hidden[:, None], 0)
-        wide_keys = widened.view(-1, head_dim)[:length]
-        if wide != pool.dtype:
-            wide_keys.copy_(keys)
+        logits = _logits(q[b], keys, chunk).mul_(softmax_scale)
+        if hidden is not None:
+            logits.masked_fill_(hidden, -torch.inf)
         _attend(
-            *(q[b], wide_keys, keys[:, :head_dim_v], hidden, out[b], lse[b]),
-            softmax_scale=softmax_scale,
-            causal=causal,
-            attn_sink=attn_sink,
+            *(logits, keys[:, :head_dim_v], out[b], lse[b]), causal=causal, attn_sink=attn_sink
         )
 
 
+def _logits(q: Tensor, keys: Tensor, chunk: Tensor) -> Tensor:
+    """Return q k^T [S, H, length] of q [S, H, D] and keys [length, D], in chunk's wide dtype.
+
+    Keys are widened a chunk at a time, which stays in L2; tokens fill the rows of the product,
+    which is 1.5 times as fast as the other way around.
+    """
+    seqlen_q, heads, head_dim = q.shape
+    wide_q = q.reshape(-1, head_dim).to(chunk.dtype).T
+    logits = torch.empty((seqlen_q * heads, keys.shape[0]), dtype=chunk.dtype)
+    for start in range(0, keys.shape[0], chunk.shape[0]):
+        part = keys[start : start + chunk.shape[0]]
+        if part.dtype != chunk.dtype:
+            part = chunk[: part.shape[0]].copy_(part)
+        logits[:, start : start + part.shape[0]].copy_(torch.mm(part, wide_q).T)
+    return logits.view(seqlen_q, heads, -1)
+
+
 def _attend(
-    q: Tensor,
-    keys: Tensor,
+    logits: Tensor,
     values: Tensor,
-    hidden: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *,
-    softmax_scale: float,
     causal: bool,
     attn_sink: Tensor | None,
 ) -> None:
-    """Write one sequence: q [S, H, D], keys [length, D], out [S, H, V], lse [H, S]."""
-    seqlen_q, heads, head_dim = q.shape
-    length = keys.shape[0]
-    logits = torch.mm(q.reshape(-1, head_dim).to(keys.dtype), keys.T).mul_(softmax_scale)
-    logits = logits.view(seqlen_q, heads, length)
-    if hidden is not None:
-        logits.masked_fill_(hidden, -torch.inf)
+    """Write one sequence: logits [S, H, length], values [length, V], out [S, H, V], lse [H, S]."""
+    seqlen_q, heads, length = logits.shape
     if causal and seqlen_q > 1:
         last = torch.arange(length - seqlen_q, length)
         unseen = torch.arange(length) > last[:, None]  # [S, length]
         logits.masked_fill_(unseen[:, None, :], -torch.inf)
-    log_sum = torch.logsumexp(logits, dim=-1)  # [S, H]
-    lse.copy_(log_sum.T)
-    weights = logits.sub_(log_sum.masked_fill(log_sum == -torch.inf, 0.0)[..., None]).exp_()
+    top = logits.amax(dim=-1, keepdim=True)  # [S, H, 1]
+    top.masked_fill_(top == -torch.inf, 0.0)
+    weights = logits.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    log_sum = top + total.log()
+    lse.copy_(log_sum[..., 0].T)
     result = torch.mm(weights.view(-1, length).to(values.dtype), values)
-    result = result.view(seqlen_q, heads, -1)
+    share = total.clamp(min=torch.finfo(total.dtype).tiny).reciprocal()
     if attn_sink is not None:
-        share = torch.sigmoid(log_sum - attn_sink)
+        sink_share = torch.sigmoid(log_sum - attn_sink[:, None])
         # An empty row stays 0 even beside a sink of -inf.
-        result = result * torch.where(log_sum == -torch.inf, 0.0, share)[..., None]
-    out.copy_(result)
+        share = share * torch.where(log_sum == -torch.inf, 0.0, sink_share)
+    out.copy_(result.view(seqlen_q, heads, -1) * share)
 
 
 def mla_metadata_out(
