@@ -6,6 +6,7 @@ from mla_ops import inductor
 from mla_ops.cache import MLAMetadataBuffers, PagedKVCache
 from mla_ops.errors import BackendUnavailableError, CacheCapacityError
 from mla_ops.formats import KVFormat
+from mla_ops.ops._metadata_debug import check_metadata
 from mla_ops.ops._selection import BackendReport, backend_report
 from mla_ops.ops.append import append_kv_
 from mla_ops.ops.decode import MLAOutput, mla_decode
@@ -23,6 +24,7 @@ __all__ = [
     "PagedKVCache",
     "append_kv_",
     "backend_report",
+    "check_metadata",
     "inductor",
     "merge_states",
     "mla_decode",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mla_ops._torch import inside_graph, mark_static_address, streaming_multiprocessors
+from mla_ops._torch import inside_graph, streaming_multiprocessors
+from mla_ops.buffers import FixedBuffers
 from mla_ops.errors import CacheCapacityError
 from mla_ops.formats import KVFormat
 from mla_ops.ops.append import append_kv_
@@ -18,33 +16,7 @@ from mla_ops.shapes import IDLE_REQUEST, METADATA_FIELDS, ceil_div
 __all__ = ["MLAMetadataBuffers", "PagedKVCache"]
 
 
-class _FixedBuffers(nn.Module):
-    """A module whose buffers keep their dtype for life and their address from first use on."""
-
-    def _register(self, name: str, tensor: Tensor) -> None:
-        self.register_buffer(name, tensor, persistent=False)
-        mark_static_address(tensor)
-
-    def _used(self) -> bool:
-        raise NotImplementedError
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move buffers like any module, but never change a dtype nor an address in use."""
-        for name, buffer in list(self._buffers.items()):
-            assert buffer is not None
-            # Probe with an empty tensor: a converted copy of a pool could exhaust the memory.
-            moved = fn(buffer.new_empty(0))
-            if moved.device != buffer.device and self._used():
-                raise RuntimeError(
-                    f"{type(self).__name__}: device must be chosen before first use, got a move "
-                    f"from {buffer.device} to {moved.device} (construct it with device=...)"
-                )
-            if moved.device != buffer.device:
-                self._register(name, buffer.to(moved.device))
-        return self
-
-
-class MLAMetadataBuffers(_FixedBuffers):
+class MLAMetadataBuffers(FixedBuffers):
     """The schedule's tensors, allocated once for the largest batch and rewritten in place.
 
     Args:
@@ -145,7 +117,7 @@ class MLAMetadataBuffers(_FixedBuffers):
         )
 
 
-class PagedKVCache(_FixedBuffers):
+class PagedKVCache(FixedBuffers):
     """The paged latent cache: pools, block table and lengths at addresses fixed for life.
 
     Pages are handed out on the host between steps (``allocate``, ``free``, ``reset``); the graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import sys
 import threading
@@ -62,6 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=_positive, default=4, help="sequences")
     parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 on the CPU, bf16 elsewhere")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--transformers", action="store_true", help="a Hugging Face model instead")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,6 +72,15 @@ def run(options: argparse.Namespace) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("demo: device must be available, got cuda on a machine without it", file=sys.stderr)
         return 2
+    if options.transformers:
+        if importlib.util.find_spec("transformers") is None:
+            print("demo: transformers is missing (pip install transformers)", file=sys.stderr)
+            return 2
+        from mla_ops.cli.demo_transformers import demo_transformers
+
+        rows = demo_transformers(device=device, num_layers=options.layers, steps=options.steps)
+        print(_as_json(rows) if options.json else _as_table(rows))
+        return 0 if all(row.holds for row in rows) else 1
     default_dtype = "fp32" if device.type == "cpu" else "bf16"
     rows = demo(
         device=device,

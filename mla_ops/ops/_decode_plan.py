@@ -93,17 +93,23 @@ def _layout(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Any:
-    """Return everything the checks and the choice of a backend look at, as a dictionary key."""
+    """Return everything the checks and the choice of a backend look at, as a dictionary key.
+
+    The device of q stands whole, the others' by index (-1 on CPU), which is cheaper: no build of
+    torch has two kinds of accelerators.
+    """
     return (
-        *(q.shape, q.stride(), q.dtype, q.device, kv.shape, kv.stride(), kv.dtype, kv.device),
-        *(table.shape, table.stride(), table.dtype, table.device),
-        *(lengths.shape, lengths.is_contiguous(), lengths.dtype, lengths.device),
-        rows is None or (rows.shape, rows.is_contiguous(), rows.dtype, rows.device),
-        splits is None or (splits.shape, splits.is_contiguous(), splits.dtype, splits.device),
-        sink is None or (sink.shape, sink.is_contiguous(), sink.dtype, sink.device),
-        *(head_dim_v, descale_q is None, descale_k is None, backend),
-        out is None or (out.shape, out.stride(), out.dtype, out.device),
-        lse is None or (lse.shape, lse.stride(), lse.dtype, lse.device),
+        (q.shape, q.stride(), q.dtype, q.device),
+        (kv.shape, kv.stride(), kv.dtype, kv.get_device()),
+        (table.shape, table.stride(), table.dtype, table.get_device()),
+        (lengths.shape, lengths.is_contiguous(), lengths.dtype, lengths.get_device()),
+        rows is None or (rows.shape, rows.is_contiguous(), rows.dtype, rows.get_device()),
+        splits is None
+        or (splits.shape, splits.is_contiguous(), splits.dtype, splits.get_device()),
+        sink is None or (sink.shape, sink.is_contiguous(), sink.dtype, sink.get_device()),
+        (head_dim_v, descale_q is None, descale_k is None, backend),
+        out is None or (out.shape, out.stride(), out.dtype, out.get_device()),
+        lse is None or (lse.shape, lse.stride(), lse.dtype, lse.get_device()),
     )
 
 

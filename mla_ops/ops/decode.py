@@ -77,10 +77,12 @@ def mla_decode(
     """
     rows, splits = (None, None) if metadata is None else metadata
     if out is not None and lse is not None:
+        # fmt: off
         _out_op(
-            *(q, kv_cache, block_table, cache_seqlens, rows, splits, softmax_scale, head_dim_v),
-            *(causal, attn_sink, descale_q, descale_k, backend, out, lse),
+            q, kv_cache, block_table, cache_seqlens, rows, splits, softmax_scale, head_dim_v,
+            causal, attn_sink, descale_q, descale_k, backend, out, lse,
         )
+        # fmt: on
         return MLAOutput(out, lse)
     if out is not None or lse is not None:
         raise ValueError(
