@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "below_autograd",
+    "functional_base",
+    "functionalization_mode",
     "inside_graph",
     "mark_static_address",
     "storage_id",
@@ -37,6 +39,22 @@ def below_autograd() -> AbstractContextManager[Any]:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return an identity of the storage that holds even for fake tensors (data_ptr is 0 there)."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def functionalization_mode() -> type | None:
+    """Return the mode in which AOTAutograd traces mutating operators, None when torch lost it."""
+    try:
+        from torch._subclasses.functional_tensor import FunctionalTensorMode
+    except ImportError:
+        return None
+    return FunctionalTensorMode
+
+
+def functional_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the graph input or value that a traced view is taken from, None if it is no view."""
+    attribute = "_inference_mode_base" if torch.is_inference_mode_enabled() else "_base"
+    base: torch.Tensor | None = getattr(tensor, attribute, None)
+    return base
 
 
 def mark_static_address(tensor: torch.Tensor) -> None:

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from mla_ops._torch import below_autograd, storage_id
+from mla_ops._torch import (
+    below_autograd,
+    functional_base,
+    functionalization_mode,
+    storage_id,
+)
 from mla_ops.shapes import packed_extent
 
 __all__ = ["LIBRARY", "before_tracing", "refuse_shared_memory", "register"]
@@ -57,20 +62,50 @@ def register(schema: str, *, kernel: Callable[..., Any], fake: Callable[..., Any
     op = getattr(torch.ops.mla_ops, name).default
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     LIBRARY.impl(name, _refuse_gradient(name, op), "Autograd")
-    mutates = op._schema.is_mutable
-    torch.library.register_fake(
-        f"mla_ops::{name}", _traced(name, op, fake) if mutates else fake, lib=LIBRARY
-    )
-    return op
-
-
-def _traced(name: str, op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
     written = [
         (position, argument.name)
         for position, argument in enumerate(op._schema.arguments)
         if argument.is_write
     ]
+    torch.library.register_fake(
+        f"mla_ops::{name}", _traced(name, written, fake) if written else fake, lib=LIBRARY
+    )
+    mode = functionalization_mode()
+    if written and mode is not None:
+        rule = _refuse_lost_view(name, written)
+        torch.library.register_torch_dispatch(f"mla_ops::{name}", mode, rule, lib=LIBRARY)
+    return op
 
+
+def _refuse_lost_view(name: str, written: list[tuple[int, str]]) -> Callable[..., Any]:
+    """Refuse a view whose place torch would lose when it functionalises the operator.
+
+    auto_functionalized_v2 (torch 2.11 to 2.13, every AOT backend) notes a view by its absolute
+    storage offset and replays it on a base that begins there already: the write lands as far
+    behind its place as the base lies in its storage, silently.
+    """
+
+    def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        for position, argument in written:
+            tensor = args[position] if position < len(args) else kwargs[argument]
+            base = functional_base(tensor)
+            if base is None or base.storage_offset() == 0:
+                continue
+            if tensor.shape == base.shape and tensor.stride() == base.stride():
+                continue
+            raise ValueError(
+                f"{name}: {argument} must be a whole input or a view of one with storage offset "
+                f"0, got a view taken inside the compiled region of a tensor with storage offset "
+                f"{base.storage_offset()} (take the view outside the region)"
+            )
+        return mode.__torch_dispatch__(func, types, args, kwargs or {})
+
+    return rule
+
+
+def _traced(
+    name: str, written: list[tuple[int, str]], fake: Callable[..., Any]
+) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
         offsets_survive = _prepare_tracing()
         for position, argument in written:

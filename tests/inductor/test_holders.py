@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from holders import HOLDERS, make_pool, make_tokens, state
+from holders import HEAD_DIM, HOLDERS, make_pool, make_tokens, state
+
+import mla_ops
 
 BACKENDS = ["aot_eager", "inductor"]
 
@@ -14,7 +16,8 @@ def run(holder, backend, dynamic, batches=(3, 2)):
     torch._dynamo.reset()
     compiled = torch.compile(holder.step, backend=backend, fullgraph=True, dynamic=dynamic)
     traces = []
-    with torch.inference_mode():
+    # A cached graph of an earlier version would hide what this one does.
+    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
         for batch in batches if dynamic else batches[:1]:
             tokens = make_tokens(3, seed=batch)
             tokens = type(tokens)(*(tensor[:batch] for tensor in tokens))
@@ -42,3 +45,23 @@ def test_equals_eager_or_is_refused_by_name(holder, backend, dynamic):
     for mine, eager in zip(ours, theirs, strict=True):
         for got, expected in zip(mine, eager, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_view_of_an_input_that_begins_inside_its_storage_is_refused(backend, mode):
+    """Symptom: the write landed as far behind its place as the input lies in its storage."""
+    memory = torch.zeros(12, 4, 1, HEAD_DIM)
+    tokens = make_tokens(2)
+
+    def step(pool):
+        mla_ops.append_kv_(pool[:3], tokens.kv_c, tokens.k_pe, tokens.slots)
+
+    torch._dynamo.reset()
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        mode(),
+        pytest.raises(Exception, match="append_kv_: kv_cache must be a whole input or a view"),
+    ):
+        torch.compile(step, backend=backend, fullgraph=True)(memory[4:10])
+    assert not memory.any()
