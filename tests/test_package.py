@@ -46,6 +46,7 @@ MLAOutput
 PagedKVCache
 append_kv_
 backend_report
+check_metadata
 inductor
 merge_states
 mla_decode
