@@ -21,6 +21,7 @@ __all__ = [
     "functionalization_mode",
     "inside_graph",
     "mark_static_address",
+    "same_schema",
     "storage_id",
     "streaming_multiprocessors",
 ]
@@ -39,6 +40,12 @@ def below_autograd() -> AbstractContextManager[Any]:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return an identity of the storage that holds even for fake tensors (data_ptr is 0 there)."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def same_schema(op: Any, schema: str) -> bool:
+    """Tell whether ``op`` was defined with ``schema``; True when torch cannot parse one."""
+    parse = getattr(torch._C, "parse_schema", None)
+    return parse is None or bool(op._schema == parse(schema))
 
 
 def functionalization_mode() -> type | None:
@@ -83,3 +90,8 @@ def streaming_multiprocessors(device: torch.device) -> int:
     return _cuda_multiprocessors(
         torch.cuda.current_device() if device.index is None else device.index
     )
+
+
+# What torch.compiler.assume_constant_result sets; to call it would import Dynamo with mla_ops.
+# Without it Dynamo traces into the cached function, and warns.
+streaming_multiprocessors._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -27,8 +27,8 @@ IDLE_REQUEST = 2147483647
 SPLIT_OVERHEAD_BLOCKS = 5
 # The balanced schedule: one more split of the longest request costs FlashMLA's combine step an
 # eighth of what one more block a part costs its main kernel, so that ceil(blocks / quota) splits
-# are cheapest at quota = sqrt(blocks / 8). Source: scripts/bench_schedule.py on an H200, 94
-# shapes: never slower than FlashMLA's own schedule, 1.2 to 1.45 times as fast at batch 1.
+# are cheapest at quota = sqrt(blocks / 8). Source: scripts/bench_schedule.py, fitted to the times
+# of scripts/results/schedule_h200.json.
 BALANCED_SPLITS_PER_BLOCK = 8
 # The (latent, rope) pairs that published models use.
 LATENT_ROPE_PAIRS = ((512, 64), (512, 0), (256, 64), (256, 32), (128, 32))

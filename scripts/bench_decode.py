@@ -86,10 +86,11 @@ class Inputs:
 
 
 def ceilings() -> tuple[float, float]:
-    """Return the copy bandwidth in GB/s and the bf16 matrix rate in TFLOP/s of this GPU."""
+    """Return what this GPU reaches: GB/s of an elementwise kernel, TFLOP/s of a bf16 product."""
     source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    copy = replay_us([lambda: target.copy_(source)] * 4)
+    # Not copy_: a graph runs that as a copy-engine node, slower than kernels read memory.
+    copy = replay_us([lambda: torch.neg(source, out=target)] * 4)
     a, b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = replay_us([lambda: a @ b] * 4)
     return 2 * 2**31 / copy * 1e-3, 2 * 8192**3 / product * 1e-6

@@ -11,6 +11,7 @@ from mla_ops._torch import (
     below_autograd,
     functional_base,
     functionalization_mode,
+    same_schema,
     storage_id,
 )
 from mla_ops.shapes import packed_extent
@@ -51,8 +52,7 @@ def register(schema: str, *, kernel: Callable[..., Any], fake: Callable[..., Any
     name = schema.partition("(")[0]
     packet = getattr(torch.ops.mla_ops, name, None)
     if packet is not None:
-        wanted = torch._C.parse_schema(f"mla_ops::{schema}")
-        if packet.default._schema != wanted:
+        if not same_schema(packet.default, f"mla_ops::{schema}"):
             raise ImportError(
                 f"{name}: operator must be defined once, got another schema "
                 f"{packet.default._schema} (two versions of mla_ops are loaded: keep one)"
@@ -80,9 +80,9 @@ def register(schema: str, *, kernel: Callable[..., Any], fake: Callable[..., Any
 def _refuse_lost_view(name: str, written: list[tuple[int, str]]) -> Callable[..., Any]:
     """Refuse a view whose place torch would lose when it functionalises the operator.
 
-    auto_functionalized_v2 (torch 2.11 to 2.13, every AOT backend) notes a view by its absolute
-    storage offset and replays it on a base that begins there already: the write lands as far
-    behind its place as the base lies in its storage, silently.
+    auto_functionalized_v2 (seen on torch 2.11 and 2.13, every AOT backend) notes a view by its
+    absolute storage offset and replays it on a base that begins there already: the write lands
+    as far behind its place as the base lies in its storage, silently.
     """
 
     def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

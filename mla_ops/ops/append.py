@@ -73,6 +73,17 @@ def _check(
             f"append_kv_: slot_mapping must be contiguous [n], got shape "
             f"{tuple(slot_mapping.shape)} (flatten it)"
         )
+    _check_tokens(kv_cache, kv_c, k_pe, slot_mapping)
+    _check_devices(kv_cache, kv_c, k_pe, slot_mapping)
+    refuse_shared_memory(
+        "append_kv_",
+        [("kv_cache", kv_cache)],
+        [("kv_c", kv_c), ("k_pe", k_pe), ("slot_mapping", slot_mapping)],
+        traced=traced,
+    )
+
+
+def _check_tokens(kv_cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
     for name, tensor in (("kv_c", kv_c), ("k_pe", k_pe)):
         if tensor.dtype != kv_cache.dtype:
             raise TypeError(
@@ -96,13 +107,6 @@ def _check(
             f"{kv_cache.shape[3] - k_pe.shape[1]}, got {kv_c.shape[1]} "
             "(latent + rope must equal kv_cache.shape[-1])"
         )
-    _check_devices(kv_cache, kv_c, k_pe, slot_mapping)
-    refuse_shared_memory(
-        "append_kv_",
-        [("kv_cache", kv_cache)],
-        [("kv_c", kv_c), ("k_pe", k_pe), ("slot_mapping", slot_mapping)],
-        traced=traced,
-    )
 
 
 def _refuse_fp8(kv_cache: Tensor, descale_k: Tensor | None) -> None:
