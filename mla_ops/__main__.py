@@ -12,6 +12,7 @@ __all__ = ["main"]
 # Each command is a module of mla_ops.cli with ``configure(parser)`` and ``run(options) -> int``.
 COMMANDS = {
     "demo": "decode with a small model, eagerly and captured, and check every claim",
+    "doctor": "check versions, backends and operators; the text is made for an issue",
 }
 
 
