@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mla_ops import inductor
 from mla_ops.cache import MLAMetadataBuffers, PagedKVCache
+from mla_ops.diagnostics import Report, explain
 from mla_ops.errors import BackendUnavailableError, CacheCapacityError
 from mla_ops.formats import KVFormat
 from mla_ops.ops._metadata_debug import check_metadata
@@ -22,9 +23,11 @@ __all__ = [
     "MLAMetadataBuffers",
     "MLAOutput",
     "PagedKVCache",
+    "Report",
     "append_kv_",
     "backend_report",
     "check_metadata",
+    "explain",
     "inductor",
     "merge_states",
     "mla_decode",

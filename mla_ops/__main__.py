@@ -12,7 +12,9 @@ __all__ = ["main"]
 # Each command is a module of mla_ops.cli with ``configure(parser)`` and ``run(options) -> int``.
 COMMANDS = {
     "demo": "decode with a small model, eagerly and captured, and check every claim",
+    "explain": "tell what keeps a model out of CUDA graphs: cause, line and fix",
     "doctor": "check versions, backends and operators; the text is made for an issue",
+    "bench": "time a decode by backend, mode, batch and length against the roofline",
 }
 
 

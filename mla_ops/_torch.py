@@ -1,4 +1,4 @@
-"""The only module that touches private torch names.
+"""The first of three modules that touch private torch names: _torch_compile, _torch_graphs.
 
 Each function says what it answers when the private name is gone, so that a new torch release
 degrades to "unknown" instead of failing at import.

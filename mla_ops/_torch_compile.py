@@ -1,4 +1,4 @@
-"""What torch.compile tells about itself: the other module that touches private torch names.
+"""What torch.compile tells about itself: the second module that touches private torch names.
 
 Every reader answers None ("unknown") when the name it needs is gone, so that a new torch release
 turns a figure into "unknown" instead of into a wrong number.
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+
+from mla_ops._torch_graphs import CodeInput, code_inputs, compile_id
 
 __all__ = [
     "GeneratedCode",
@@ -49,6 +51,7 @@ class GeneratedCode(NamedTuple):
     graph: fx.Graph | None
     device_types: frozenset[str]
     wants_cudagraphs: bool
+    inputs: tuple[CodeInput, ...] = ()
 
 
 def reset() -> None:
@@ -64,8 +67,8 @@ def counter(group: str, key: str) -> int | None:
     return None if counters is None else int(counters[group][key])
 
 
-def graph_breaks() -> list[tuple[str, str]] | None:
-    """List (reason, source line) of every graph break since the last reset."""
+def graph_breaks() -> list[tuple[str, list[tuple[str, int]]]] | None:
+    """List reason and stack (file, line) of every graph break since the last reset."""
     from torch._dynamo import utils
 
     reasons = getattr(utils, "graph_break_reasons", None)
@@ -73,9 +76,9 @@ def graph_breaks() -> list[tuple[str, str]] | None:
         return None
     found = []
     for entry in reasons:
-        stack = list(getattr(entry, "user_stack", ()))
-        where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown line"
-        found.append((str(getattr(entry, "reason", entry)), where))
+        frames = getattr(entry, "user_stack", ())
+        stack = [(frame.filename, int(frame.lineno or 0)) for frame in frames]
+        found.append((str(getattr(entry, "reason", entry)), stack))
     return found
 
 
@@ -126,17 +129,18 @@ def generated_code(callback: Callable[[GeneratedCode], None]) -> Iterator[None]:
 
 def _describe(code: str) -> GeneratedCode:
     import torch._inductor.config as config
-    from torch._guards import CompileContext
     from torch._inductor.virtualized import V
 
     lowering: Any = V.graph
     module = getattr(lowering, "orig_gm", None) or getattr(lowering, "module", None)
+    graph = getattr(module, "graph", None)
     return GeneratedCode(
-        compile_id=str(CompileContext.current_compile_id()),
+        compile_id=compile_id(),
         code=code,
-        graph=getattr(module, "graph", None),
+        graph=graph,
         device_types=frozenset(getattr(lowering, "device_types", ())),
         wants_cudagraphs=bool(config.triton.cudagraphs),
+        inputs=code_inputs(lowering, graph),
     )
 
 
@@ -176,11 +180,8 @@ def skip_messages(messages: list[str]) -> Iterator[None]:
 
     handler = Collect(level=logging.WARNING)
     module = _module("torch._inductor.cudagraph_utils")
-    loggers = [
-        logger
-        for logger in (getattr(module, name, None) for name in ("cudagraphs_log", "perf_hint_log"))
-        if isinstance(logger, logging.Logger)
-    ]
+    found = (getattr(module, name, None) for name in ("cudagraphs_log", "perf_hint_log"))
+    loggers = [logger for logger in found if isinstance(logger, logging.Logger)]
     for logger in loggers:
         logger.addHandler(handler)
     try:

@@ -44,9 +44,11 @@ MLAMetadata
 MLAMetadataBuffers
 MLAOutput
 PagedKVCache
+Report
 append_kv_
 backend_report
 check_metadata
+explain
 inductor
 merge_states
 mla_decode
@@ -68,7 +70,7 @@ def signature(function):
 def test_signatures():
     functions = [
         *(mla_ops.mla_metadata, mla_ops.append_kv_, mla_ops.mla_decode, mla_ops.merge_states),
-        mla_ops.backend_report,
+        *(mla_ops.backend_report, mla_ops.explain),
     ]
     for each in (mla_ops.MLAMetadataBuffers, mla_ops.PagedKVCache):
         functions += [
@@ -94,6 +96,8 @@ mla_decode(q, kv_cache, block_table, cache_seqlens, metadata=None, *, softmax_sc
 merge_states(outs, lses)
 backend_report(*, device=None, dtype=torch.bfloat16, batch_size=1, seqlen_q=1,
     num_heads_q=16, head_dim=576, head_dim_v=512, page_size=64, max_seq_len=4096)
+explain(fn, *args, steps=3, mode='reduce-overhead', strict=False, inputs=None,
+    big_bytes=1048576, **kwargs)
 MLAMetadataBuffers.__init__(max_batch_size, *, num_heads_q, max_seqlen_q=1, num_heads_k=1,
     topk=None, backend='auto', schedule='auto', num_sm_parts=None, device=None)
 MLAMetadataBuffers.update(cache_seqlens, *, seqlen_q=1)

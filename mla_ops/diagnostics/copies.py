@@ -36,10 +36,17 @@ COPYING = frozenset(
 
 
 class BigCopy(NamedTuple):
-    """One copy of a big buffer: how many bytes are written and which kernel or node does it."""
+    """One copy of a big buffer.
+
+    Attributes:
+        bytes: bytes written.
+        where: the kernel or node that does it, for a reader.
+        buffers: names, in the code or graph, of the buffers read and written.
+    """
 
     bytes: int
     where: str
+    buffers: tuple[str, ...] = ()
 
 
 class Size(NamedTuple):
@@ -107,8 +114,8 @@ def graph_copies(graph: fx.Graph, big_bytes: int) -> list[BigCopy]:
         sources = node.all_input_nodes[1:] if name == "aten.copy_" else node.all_input_nodes
         read = [size_of(source.meta.get("val")) for source in sources]
         if any(size is not None and size.bytes >= big_bytes for size in read):
-            arguments = ", ".join(source.name for source in node.all_input_nodes)
-            found.append(BigCopy(written.bytes, f"{name}({arguments})"))
+            names = tuple(source.name for source in node.all_input_nodes)
+            found.append(BigCopy(written.bytes, f"{name}({', '.join(names)})", names))
     return found
 
 

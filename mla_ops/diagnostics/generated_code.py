@@ -166,12 +166,13 @@ class _Reader:
         elif name.endswith(".copy_") and isinstance(node.func, ast.Attribute) and node.args:
             target, source = self._root(node.func.value), self._root(node.args[0])
             if target != source and self._big(target):
-                self._operator_copy("copy_", source)
+                self._operator_copy("copy_", source, target)
 
-    def _operator_copy(self, operator: str, source: str | None) -> None:
+    def _operator_copy(self, operator: str, source: str | None, target: str | None = None) -> None:
         size = self._big(source)
         if size is not None:
-            self.facts.copies.append(BigCopy(size.bytes, f"{operator}({source})"))
+            buffers = tuple(name for name in (source, target) if name)
+            self.facts.copies.append(BigCopy(size.bytes, f"{operator}({source})", buffers))
 
     def _big(self, name: str | None) -> Size | None:
         size = None if name is None else self._buffers.get(name)
@@ -197,8 +198,9 @@ class _Reader:
             of_the_graph = root in self._inputs or any(other in self._inputs for other in others)
             dense = elements is None or elements * size.itemsize >= self._big_bytes
             if of_the_graph and dense:
-                text = f"{kernel}({', '.join(sorted(map(str, others)))} -> {root})"
-                self.facts.copies.append(BigCopy(size.bytes, text))
+                sources = sorted(map(str, others))
+                text = f"{kernel}({', '.join(sources)} -> {root})"
+                self.facts.copies.append(BigCopy(size.bytes, text, (*sources, str(root))))
 
     def _iterations(self, source: str, call: ast.Call) -> int | None:
         """Count the elements a kernel visits; None when it does not show."""

@@ -9,26 +9,49 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from mla_ops import _torch_compile as private
+from mla_ops._torch_graphs import CodeInput
 from mla_ops.diagnostics.copies import BigCopy, graph_copies, graph_inputs, symbol_hints
 from mla_ops.diagnostics.generated_code import CodeFacts, read_code
+from mla_ops.diagnostics.lines import user_frame
 from mla_ops.diagnostics.measurement import GraphBreak, Measurement, Recompile
 
-__all__ = ["BIG_BYTES", "Recorder", "measure", "measuring"]
+__all__ = ["BIG_BYTES", "CompiledGraph", "Recorder", "measure", "measuring"]
 
 # 1 MiB: above the activations of a decode step, below any useful pool.
 BIG_BYTES = 1 << 20
 
 
-class _Graph(NamedTuple):
+class CompiledGraph(NamedTuple):
+    """One graph that Inductor compiled.
+
+    Attributes:
+        compile_id: "3/1" is the second compilation of frame 3.
+        code: the Python generated for it.
+        facts: what the code does in a step; None where it cannot be read.
+        copies: copies of big buffers in ``graph``.
+        wants_cudagraphs: whether CUDA graphs were asked for.
+        on_cuda: whether it runs on a CUDA device.
+        graph: Inductor's post-grad graph.
+        inputs: the inputs of the code, in order.
+    """
+
     compile_id: str
     code: str
     facts: CodeFacts | None
     copies: list[BigCopy] | None
     wants_cudagraphs: bool
     on_cuda: bool
+    graph: fx.Graph | None
+    inputs: tuple[CodeInput, ...]
+
+    @property
+    def big_copies(self) -> list[BigCopy] | None:
+        """Copies in the code, or in the graph where the code cannot be read."""
+        return self.copies if self.facts is None else self.facts.copies
 
 
 class Recorder:
@@ -36,7 +59,8 @@ class Recorder:
 
     def __init__(self, big_bytes: int = BIG_BYTES) -> None:
         self.big_bytes = big_bytes
-        self._graphs: list[_Graph] = []
+        # All that were compiled, in order.
+        self.graphs: list[CompiledGraph] = []
         self._recompiles: list[Recompile] = []
         self._messages: list[str] = []
         self._recordings = 0
@@ -52,7 +76,7 @@ class Recorder:
         """Return what was seen so far."""
         graphs = _since(self._graphs_before, private.counter("stats", "unique_graphs"))
         breaks = private.graph_breaks()
-        facts = [graph.facts for graph in self._latest()]
+        facts = [graph.facts for graph in self.latest()]
         # Code that was never shown says nothing about copies, unless nothing was compiled.
         readable = bool(facts) or graphs == 0
         launches: Counter[str] = sum((fact.launches for fact in facts if fact), Counter())
@@ -64,40 +88,39 @@ class Recorder:
             launches=dict(sorted(launches.items())) if all_read else None,
             kernels=sum(fact.kernels for fact in facts if fact) if all_read else None,
             clones=self._clones() if readable else None,
-            capturable=sum(graph.wants_cudagraphs and graph.on_cuda for graph in self._graphs),
+            capturable=sum(graph.wants_cudagraphs and graph.on_cuda for graph in self.graphs),
             recordings=self._recordings if self._events_known else None,
             replays=self._replays if self._replays_known else None,
             skips=self._skips(),
             reasons=tuple(self._messages),
-            codes=tuple(graph.code for graph in self._graphs),
+            codes=tuple(graph.code for graph in self.graphs),
             outputs=tuple(outputs),
         )
 
     def _skips(self) -> int | None:
         """Count skips of graphs on CUDA: torch also counts, without a word, those on the CPU."""
         counted = _since(self._skips_before, private.counter("inductor", "cudagraph_skips"))
-        on_cpu = sum(graph.wants_cudagraphs and not graph.on_cuda for graph in self._graphs)
+        on_cpu = sum(graph.wants_cudagraphs and not graph.on_cuda for graph in self.graphs)
         return None if counted is None else max(counted - on_cpu, len(self._messages))
 
-    def _latest(self) -> list[_Graph]:
+    def latest(self) -> list[CompiledGraph]:
         """Return the last graph of each frame: what a step runs now."""
-        return list({_frame(graph.compile_id): graph for graph in self._graphs}.values())
+        return list({_frame(graph.compile_id): graph for graph in self.graphs}.values())
 
     def _clones(self) -> tuple[BigCopy, ...] | None:
         found: list[BigCopy] = []
-        for graph in self._latest():
-            copies = graph.copies if graph.facts is None else graph.facts.copies
-            if copies is None:
+        for graph in self.latest():
+            if graph.big_copies is None:
                 return None
-            found += copies
+            found += graph.big_copies
         return tuple(found)
 
     def _add_graph(self, seen: private.GeneratedCode) -> None:
         graph = seen.graph
         inputs = {} if graph is None else graph_inputs(graph)
         symbols = {} if graph is None else symbol_hints(graph)
-        self._graphs.append(
-            _Graph(
+        self.graphs.append(
+            CompiledGraph(
                 compile_id=seen.compile_id,
                 code=seen.code,
                 # Without the graph the sizes of the inputs are unknown, and so are the copies.
@@ -107,6 +130,8 @@ class Recorder:
                 copies=None if graph is None else graph_copies(graph, self.big_bytes),
                 wants_cudagraphs=seen.wants_cudagraphs,
                 on_cuda="cuda" in seen.device_types,
+                graph=graph,
+                inputs=seen.inputs,
             )
         )
 
@@ -212,9 +237,10 @@ def _since(before: int | None, now: int | None) -> int | None:
     return now - before if now >= before else now
 
 
-def _unique(breaks: Sequence[tuple[str, str]]) -> tuple[GraphBreak, ...]:
+def _unique(breaks: Sequence[tuple[str, list[tuple[str, int]]]]) -> tuple[GraphBreak, ...]:
     """Drop repetitions: Dynamo restarts a frame after a break and meets it again."""
-    return tuple(GraphBreak(*entry) for entry in dict.fromkeys(breaks))
+    found = [GraphBreak(reason, user_frame(stack) or "unknown line") for reason, stack in breaks]
+    return tuple(dict.fromkeys(found))
 
 
 def _frame(compile_id: str) -> str:

@@ -207,7 +207,7 @@ def test_triton_code_is_read_and_kernels_that_visit_few_elements_copy_nothing(co
     assert facts.launches == {"mla_ops.append_kv_": 1, "mla_ops.snapshot": 1}
     assert (facts.kernels, facts.partitions) == (2, 2)
     assert len(facts.copies) == copies
-    assert (size, "mla_ops.snapshot(buf0)") in facts.copies
+    assert (size, "mla_ops.snapshot(buf0)", ("buf0",)) in facts.copies
 
 
 def test_text_that_is_no_generated_module_is_unknown():

@@ -1,0 +1,109 @@
+"""``python -m mla_ops explain package.module:factory``: what keeps a model out of CUDA graphs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mla_ops.diagnostics import explain
+
+__all__ = ["configure", "run"]
+
+MODES = ("default", "reduce-overhead", "max-autotune")
+_TARGET = """package.module:factory. The factory takes no arguments and returns the function or
+module, or a tuple (fn, args) or (fn, args, kwargs): args is a tuple of the positional arguments,
+or a function that makes that tuple from the number of the step. fn is not compiled yet; it runs
+under torch.no_grad()."""
+
+
+class _UserError(Exception):
+    """What the user can mend, in one line."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("target", help=_TARGET)
+    parser.add_argument("--steps", type=_positive, default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--mode", choices=MODES, default="reduce-overhead", help="of torch.compile"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if anything is found")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Explain the target and print the report; 1 if ``--strict`` and something was found."""
+    try:
+        factory = _load(options.target)
+        with torch.no_grad():
+            fn, args, kwargs = _unpack(options.target, factory())
+    except _UserError as error:
+        print(f"explain: {error}", file=sys.stderr)
+        return 2
+    given: dict[str, Any] = {"inputs": args} if callable(args) else {}
+    positional = () if callable(args) else args
+    with torch.no_grad():
+        report = explain(
+            fn, *positional, steps=options.steps, mode=options.mode, **given, **kwargs
+        )
+    print(report.to_json() if options.json else report)
+    return 1 if options.strict and not report.ok else 0
+
+
+def _load(target: str) -> Callable[[], Any]:
+    module_name, _, path = target.partition(":")
+    if not module_name or not path:
+        raise _UserError(f"target must be package.module:factory, got {target!r}")
+    # As python -m does: modules of the current folder come first.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise _UserError(
+            f"module {error.name!r} must be importable, found none (run it from the folder that "
+            "holds the module, or install it)"
+        ) from None
+    for name in path.split("."):
+        if not hasattr(found, name):
+            names = [each for each in vars(found) if not each.startswith("_")]
+            raise _UserError(
+                f"{module_name} must have {name!r}, it has {', '.join(names) or 'no public name'}"
+            )
+        found = getattr(found, name)
+    if not callable(found):
+        raise _UserError(
+            f"{target} must be a function, got {type(found).__name__} (name a function without "
+            "arguments that returns (fn, args))"
+        )
+    factory: Callable[[], Any] = found
+    return factory
+
+
+def _unpack(target: str, made: Any) -> tuple[Callable[..., Any], Any, Mapping[str, Any]]:
+    """Read what the factory returned."""
+    parts = made if isinstance(made, tuple) else (made,)
+    fn, args, kwargs = (*parts, *((None, (), {})[len(parts) :]))[:3]
+    is_args = callable(args) or isinstance(args, tuple | list)
+    if len(parts) > 3 or not callable(fn) or not is_args or not isinstance(kwargs, Mapping):
+        shown = ", ".join(type(part).__name__ for part in parts)
+        raise _UserError(
+            f"{target} must return fn, (fn, args) or (fn, args, kwargs) with args a tuple, "
+            f"got ({shown})"
+        )
+    return fn, args, kwargs
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value

@@ -1,0 +1,131 @@
+"""Findings about Dynamo: graph breaks, and recompilations with the guard that failed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from mla_ops.diagnostics.finding import Finding
+from mla_ops.diagnostics.lines import readable_name, user_line
+from mla_ops.diagnostics.measurement import GraphBreak, Measurement, Recompile
+from mla_ops.diagnostics.watch import WatchedGraph
+
+__all__ = ["compile_findings"]
+
+# What a break is about -> its operator ("" where there is none) and what mends it.
+_BREAKS = (
+    (r"Tensor\.item\(\)", "Tensor.item", "keep the value a tensor; do not call .item() on it"),
+    (r"generic_jump|Data-dependent branching", "if", "choose with torch.where or torch.cond"),
+    (r"builtin operator `(print)`", "print", "print outside the compiled function"),
+    (
+        r"`torch\.compiler\.disable\(\)`",
+        "torch.compiler.disable",
+        "call the disabled function before or after the step, or remove the decorator",
+    ),
+    (
+        r"Dynamic shape operator|output shape depends",
+        "",
+        "give the result a fixed size: a mask with torch.where, torch.nonzero_static(size=...)",
+    ),
+    (
+        r"running with fake tensors|fake kernel|Operator does not support",
+        "",
+        "give the operator a fake: torch.library.register_fake",
+    ),
+    (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break", "remove the call"),
+)
+_OPERATOR = re.compile(r"context: ((?:aten|prims|\w+)\.\w+(?:\.\w+)?)|`(\w+\.\w+\.\w+)`")
+_HINT = re.compile(r"Hint: (.+)")
+_ENTRY = re.compile(r"^\[?\d+/(\d+)")
+_SHAPE = re.compile(r"tensor '([^']+)' (\w+(?: \w+)*) mismatch(.*)")
+_SIZE_OF = re.compile(r"(L\[.+?\]|\w[\w.\[\]']*)\.(?:size|stride)\(\)\[(\d+)\]")
+_VALUE = re.compile(r"(.+?)\s*==\s*(-?[\d.]+(?:e[-+]?\d+)?|True|False|None|'[^']*')(?:\s|$)")
+
+
+def compile_findings(
+    measured: Measurement, graphs: Iterable[WatchedGraph], *, cudagraphs: bool
+) -> Iterator[Finding]:
+    """Explain breaks and recompilations.
+
+    Args:
+        measured: what the recorder saw.
+        graphs: the graphs the backend was given.
+        cudagraphs: whether CUDA graphs are asked for: they want a few fixed sizes.
+    """
+    yield from map(_break, measured.breaks or ())
+    lines = {each.name: each.where for graph in graphs for each in graph.inputs if each.where}
+    for recompile in measured.recompiles or ():
+        yield _recompile(recompile, lines, cudagraphs)
+
+
+def _break(entry: GraphBreak) -> Finding:
+    what = entry.reason.strip().split("\n")[0]
+    hint = _HINT.search(entry.reason)
+    operator, fix = "", hint[1] if hint else "move the line out of the compiled function"
+    for pattern, name, known in _BREAKS:
+        if re.search(pattern, entry.reason):
+            operator, fix = name, known
+            break
+    named = _OPERATOR.search(entry.reason)
+    if not operator and named:
+        operator = named[1] or named[2]
+    where = None if entry.where == "unknown line" else entry.where
+    return Finding("graph_break", what, fix, where, operator=operator or None)
+
+
+def _recompile(recompile: Recompile, lines: dict[str, str], cudagraphs: bool) -> Finding:
+    guard = _latest(recompile.guards)
+    # The guard, then "# the line  # file in function", then a stack of the user's lines.
+    text = _ENTRY.sub("", guard.split("\n")[0]).removeprefix(": ").split("  #")[0].strip()
+    where = user_line(guard)
+    shape, size = _SHAPE.search(text), _SIZE_OF.search(text)
+    if shape or size:
+        name = readable_name(shape[1] if shape else size[1] if size else "")
+        fix = _size_fix(name, shape[2] if shape else "size", text, cudagraphs)
+        return Finding(
+            "recompile_shape",
+            f"the guard failed: {text}",
+            fix,
+            where or lines.get(name) or _any(lines),
+            argument=name,
+        )
+    value = _VALUE.search(text)
+    if value:
+        name = readable_name(value[1])
+        tensor = f"torch.tensor({name})"
+        if re.match(r"G\['\w+'\]\s*==", text):
+            fix = f"pass {name} as an argument: {tensor} on the model's device; or never change it"
+            return Finding(
+                "recompile_global", f"the guard failed: {text}", fix, where, argument=name
+            )
+        if re.fullmatch(r"-?[\d.]+(?:e[-+]?\d+)?", value[2]):
+            fix = f"make {name} a tensor: {tensor} on the model's device, written in place"
+            return Finding(
+                "recompile_value", f"the guard failed: {text}", fix, where, argument=name
+            )
+    fix = "make what the guard names the same at every step"
+    return Finding("recompile_other", f"the guard failed: {text or 'unknown'}", fix, where)
+
+
+def _latest(guards: tuple[str, ...]) -> str:
+    """Choose the guard of the newest graph: the older ones had failed before."""
+
+    def entry(guard: str) -> int:
+        match = _ENTRY.match(guard)
+        return int(match[1]) if match else -1
+
+    return max(guards, key=entry, default="")
+
+
+def _size_fix(name: str, what: str, text: str, cudagraphs: bool) -> str:
+    if not what.endswith("size"):
+        return f"give {name} the same {what} at every step"
+    if cudagraphs:
+        return f"pad {name} to one of a few sizes; each size is a graph and a CUDA graph"
+    index = re.search(r"index (\d+)|\(\)\[(\d+)\]", text)
+    dimension = next(filter(None, index.groups()), "0") if index else "0"
+    return f"torch._dynamo.mark_dynamic({name}, {dimension}) before the first call"
+
+
+def _any(lines: dict[str, str]) -> str | None:
+    return next(iter(lines.values()), None)

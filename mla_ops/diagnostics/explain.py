@@ -1,0 +1,155 @@
+"""Why did my model fall off CUDA graphs? Compile it, run steps, name each cause and its fix."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mla_ops._torch_graphs import asks_for_cudagraphs, uncompiled
+from mla_ops.diagnostics.compile_findings import compile_findings
+from mla_ops.diagnostics.copy_findings import copy_findings
+from mla_ops.diagnostics.finding import KINDS, Finding, merged
+from mla_ops.diagnostics.graph_findings import graph_findings
+from mla_ops.diagnostics.measure import BIG_BYTES, Recorder, measuring
+from mla_ops.diagnostics.measurement import Measurement
+from mla_ops.diagnostics.replay_findings import (
+    kept_findings,
+    overwritten_finding,
+    replay_findings,
+)
+from mla_ops.diagnostics.report import Report
+from mla_ops.diagnostics.watch import GraphOutput, Watcher
+
+__all__ = ["explain"]
+
+
+def explain(
+    fn: Callable[..., Any],
+    *args: Any,
+    steps: int = 3,
+    mode: str | None = "reduce-overhead",
+    strict: bool = False,
+    inputs: Callable[[int], Sequence[Any]] | None = None,
+    big_bytes: int = BIG_BYTES,
+    **kwargs: Any,
+) -> Report:
+    """Compile ``fn``, run it ``steps`` times, and tell what keeps it from running at full speed.
+
+    It runs on any device. Without a GPU there are no CUDA graphs to count, but whatever would
+    keep the code out of them and shows in the compiled graph or in the arguments is reported:
+    compile for the CPU what you will run on a GPU. Inference belongs under ``torch.no_grad()``.
+
+    Args:
+        fn: function or module; what ``torch.compile`` returned is compiled anew.
+        *args: its arguments, the same objects at every step.
+        steps: calls; CUDA graphs need 3 (warm-up, recording, replay).
+        mode: of ``torch.compile``; CUDA graphs matter where it asks for them.
+        strict: raise if anything is found.
+        inputs: makes the positional arguments of each step from its number, in place of ``args``.
+        big_bytes: from how many bytes on the copy of a buffer is reported.
+        **kwargs: keyword arguments of ``fn``.
+
+    Returns:
+        Report: prints as a table; ``.ok`` is True when nothing was found.
+
+    Raises:
+        TypeError: both ``args`` and ``inputs`` were given.
+        ValueError: ``steps`` is below 1.
+        RuntimeError: ``strict``, and something was found.
+    """
+    if args and inputs is not None:
+        raise TypeError("explain: args must be empty with inputs=, got both (give one of them)")
+    if steps < 1:
+        raise ValueError(f"explain: steps must be at least 1, got {steps}")
+    fn = uncompiled(fn)
+    watcher = Watcher(mode)
+    with measuring(big_bytes) as recorder:
+        compiled = torch.compile(fn, backend=watcher)
+        error, kept = None, []
+        for step in range(steps):
+            watcher.step = step
+            given = args if inputs is None else inputs(step)
+            error = _step(compiled, given, kwargs)
+            if error is not None:
+                break
+            kept = _kept(watcher)
+        measured = recorder.result()
+    cudagraphs = asks_for_cudagraphs(mode)
+    found = [
+        *compile_findings(measured, watcher.graphs.values(), cudagraphs=cudagraphs),
+        *_graphs(recorder, watcher, big_bytes),
+        *replay_findings(measured, recorder.graphs, watcher),
+        *(kept_findings(kept, fn, watcher.fed_back) if cudagraphs else ()),
+        *([error] if error is not None and not watcher.fed_back else ()),
+    ]
+    findings = sorted(merged(found), key=lambda finding: list(KINDS).index(finding.kind))
+    report = Report(_facts(measured, recorder, steps), tuple(findings))
+    if strict:
+        report.raise_if_failed()
+    return report
+
+
+def _step(
+    compiled: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Finding | None:
+    """Run one step and drop what it returns; other errors than that of CUDA graphs are raised."""
+    torch.compiler.cudagraph_mark_step_begin()
+    try:
+        compiled(*args, **kwargs)
+    except RuntimeError as error:
+        finding = overwritten_finding(error)
+        if finding is None:
+            raise
+        return finding
+    return None
+
+
+def _kept(watcher: Watcher) -> list[GraphOutput]:
+    if not watcher.kept():
+        return []
+    # In cycles that nothing holds any more.
+    gc.collect()
+    return watcher.kept()
+
+
+def _graphs(recorder: Recorder, watcher: Watcher, big_bytes: int) -> list[Finding]:
+    return [
+        finding
+        for graph in recorder.latest()
+        for explained in (graph_findings, copy_findings)
+        for finding in explained(graph, watcher.graphs.get(graph.compile_id), big_bytes)
+    ]
+
+
+def _facts(measured: Measurement, recorder: Recorder, steps: int) -> dict[str, int | None]:
+    capturable = [graph for graph in recorder.graphs if graph.wants_cudagraphs and graph.on_cuda]
+    partitions = sum(graph.facts.partitions for graph in capturable if graph.facts)
+    metadata = None
+    if measured.launches is not None:
+        metadata = sum(
+            count
+            for name, count in measured.launches.items()
+            if name.startswith("mla_ops.mla_metadata")
+        )
+    recorded = measured.recordings
+    extra = None if recorded is None else max(0, recorded - max(partitions, len(capturable)))
+    return {
+        "steps": steps,
+        "graphs": measured.graphs,
+        "graph_breaks": None if measured.breaks is None else len(measured.breaks),
+        "recompiles": None if measured.recompiles is None else len(measured.recompiles),
+        "cudagraphs_asked": measured.capturable,
+        "cudagraphs_recorded": recorded,
+        "cudagraphs_replayed": measured.replays,
+        "cudagraphs_rerecorded": extra,
+        "cudagraphs_skipped": measured.skips,
+        "partitions": partitions,
+        "metadata_launches": metadata,
+        "kernels": measured.kernels,
+        "bytes_copied": None
+        if measured.clones is None
+        else sum(copy.bytes for copy in measured.clones),
+    }

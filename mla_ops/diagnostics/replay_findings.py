@@ -1,0 +1,164 @@
+"""Findings about steps: CUDA graphs skipped or recorded again, addresses, outputs kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mla_ops._torch_graphs import OVERWRITTEN
+from mla_ops.diagnostics.finding import Finding
+from mla_ops.diagnostics.holders import held_tensors
+from mla_ops.diagnostics.lines import user_line
+from mla_ops.diagnostics.measure import CompiledGraph
+from mla_ops.diagnostics.measurement import Measurement
+from mla_ops.diagnostics.watch import FedBack, GraphOutput, WatchedGraph, Watcher
+
+__all__ = ["kept_findings", "overwritten_finding", "replay_findings"]
+
+_COPY_OUT = (
+    "copy it into a buffer of fixed address in the step (register_buffer once, then "
+    "self.{0}.copy_(value)), or clone it outside the compiled function"
+)
+_DEBUG = "run with TORCH_LOGS=+cudagraphs and look for the reason"
+# What a skip is about -> what mends it. Mutated inputs are findings of their own.
+_SKIPS = (
+    ("cpu device", "move the tensor of this line to the GPU"),
+    ("multiple devices", "keep the compiled function on one device"),
+    ("incompatible op", "call that operator outside the compiled step"),
+    ("re-recording limit", "keep addresses and sizes the same from step to step"),
+    ("caching allocator", "unset PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    ("symbolic shapes", "pad to a few fixed sizes"),
+    ("dynamic shape", "pad to a few fixed sizes"),
+)
+
+
+def replay_findings(
+    measured: Measurement, compiled: list[CompiledGraph], watcher: Watcher
+) -> Iterator[Finding]:
+    """Explain what happened from step to step."""
+    asked = {graph.compile_id for graph in compiled if graph.wants_cudagraphs}
+    watched = [graph for name, graph in watcher.graphs.items() if name in asked]
+    moving = {each.input.name for each in watcher.fed_back}
+    unsteady = [finding for graph in watched for finding in _unsteady(graph, moving)]
+    yield from unsteady
+    yield from map(_fed_back, watcher.fed_back if asked else ())
+    for reason in measured.reasons:
+        if "mutated inputs" not in reason:
+            yield _skip(reason)
+    capturable = [graph for graph in compiled if graph.wants_cudagraphs and graph.on_cuda]
+    yield from _recorded(measured, capturable, watcher, bool(unsteady))
+
+
+def kept_findings(
+    outputs: list[GraphOutput], fn: Callable[..., Any], fed_back: list[FedBack]
+) -> Iterator[Finding]:
+    """Report outputs that are still held; those that were read again are told as such."""
+    read = {each.output.where for each in fed_back}
+    held = held_tensors(fn) if outputs else {}
+    for output in outputs:
+        name = held.get(output.storage_id)
+        is_held = name is not None or not output.is_cuda
+        if is_held and output.where not in read:
+            yield Finding(
+                "kept_output",
+                f"{name or 'something'} keeps an output of the step after it",
+                _COPY_OUT.format((name or "kept").rpartition(".")[2]),
+                output.where,
+                name,
+            )
+
+
+def overwritten_finding(error: BaseException) -> Finding | None:
+    """Explain the error torch raises when an overwritten output is read; None for others."""
+    text = str(error)
+    if OVERWRITTEN not in text:
+        return None
+    return Finding(
+        "overwritten_output",
+        "an output of an earlier step was read after a replay had overwritten it",
+        _COPY_OUT.format("kept"),
+        user_line(text),
+    )
+
+
+def _fed_back(seen: FedBack) -> Finding:
+    name = seen.input.name
+    return Finding(
+        "overwritten_output",
+        f"{name} is an output of an earlier step, which this step overwrites",
+        _COPY_OUT.format(name.rpartition(".")[2]),
+        seen.output.where or seen.input.where,
+        name,
+    )
+
+
+def _unsteady(graph: WatchedGraph, moving: set[str]) -> Iterator[Finding]:
+    """Report what makes torch record a graph again: addresses (unless told already) and sizes."""
+    for position, each in enumerate(graph.inputs):
+        addresses = {call.addresses[position] for call in graph.calls} - {None}
+        if each.is_static and len(addresses) > 1 and each.name not in moving:
+            yield Finding(
+                "changed_address",
+                f"{each.name} had {len(addresses)} addresses in {len(graph.calls)} calls",
+                f"make it once and write it in place: {each.name}.copy_(value)",
+                each.where,
+                each.name,
+                count=len(addresses) - 1,
+            )
+    sizes = list(dict.fromkeys(call.sizes for call in graph.calls))
+    # Sizes that come back are buckets: recorded once, replayed after.
+    if len(sizes) > 1 and 2 * len(sizes) > len(graph.calls):
+        shown = ", ".join("x".join(map(str, size)) for size in sizes)
+        dynamic = next((each for each in graph.inputs if each.where), None)
+        yield Finding(
+            "rerecorded",
+            f"{len(sizes)} sizes in {len(graph.calls)} calls ({shown}): a CUDA graph for each",
+            "pad to one of a few sizes, so that sizes come back",
+            dynamic.where if dynamic else None,
+            dynamic.name if dynamic else None,
+            count=len(sizes) - 1,
+        )
+
+
+def _skip(reason: str) -> Finding:
+    text = reason.strip().split("\n")[0]
+    fix = next((fix for words, fix in _SKIPS if words in reason), _DEBUG)
+    operator = re.search(r"incompatible op (\S+)", reason)
+    return Finding(
+        "cudagraph_skip", text, fix, user_line(reason), operator=operator[1] if operator else None
+    )
+
+
+def _recorded(
+    measured: Measurement, capturable: list[CompiledGraph], watcher: Watcher, explained: bool
+) -> Iterator[Finding]:
+    """Compare the recordings with what the calls ask for."""
+    recordings = measured.recordings
+    called = [
+        graph
+        for graph in capturable
+        if graph.compile_id in watcher.graphs and len(watcher.graphs[graph.compile_id].calls) > 1
+    ]
+    if recordings is None or measured.skips or not called:
+        return
+    pieces = sum(max(1, graph.facts.partitions if graph.facts else 1) for graph in called)
+    where = next(
+        (each.where for graph in called for each in watcher.graphs[graph.compile_id].inputs), None
+    )
+    if recordings < len(called):
+        yield Finding(
+            "cudagraph_silent",
+            f"{len(called)} graphs asked for CUDA graphs, {recordings} were recorded, and torch "
+            "gave no reason",
+            _DEBUG,
+            where,
+        )
+    elif recordings > pieces and not explained and not measured.recompiles:
+        yield Finding(
+            "rerecorded",
+            f"{recordings} CUDA graphs for {pieces} pieces of graphs",
+            _DEBUG,
+            where,
+            count=recordings - pieces,
+        )
