@@ -227,7 +227,8 @@ def _largest_nest(source: str, symbols: Mapping[str, int]) -> int | None:
 
 
 def _parameter(text: str) -> str:
-    words = text.split(":")[0].replace("*", " ").split()
+    # C++ namespaces (at::BFloat16* out_ptr0) are no Python annotations (XBLOCK : tl.constexpr).
+    words = text.replace("::", ".").split(":")[0].replace("*", " ").split()
     return words[-1] if words else ""
 
 

@@ -60,7 +60,7 @@ class Report:
             RuntimeError: with the findings.
         """
         if not self.ok:
-            raise RuntimeError(f"explain: {len(self.findings)} findings\n{self._plain()}")
+            raise RuntimeError(self._plain())
 
     def __str__(self) -> str:
         if self.ok or find_spec("rich") is None:
