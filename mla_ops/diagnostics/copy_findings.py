@@ -66,8 +66,7 @@ def _asked_by(
         size = size_of(node.meta.get("val"))
         if node.op != "call_function" or is_view(node) or size is None or size.bytes < big_bytes:
             continue
-        base = operator_name(node.target).rpartition(".")[2]
-        if base.rstrip("_") not in kernel:
+        if not any(base in kernel for base in _bases(node)):
             continue
         if buffer is None or any(each is buffer for each in ancestors(node)):
             found.append(node)
@@ -80,6 +79,12 @@ def _asked_by(
         node for node in graph.nodes if buffer is not None and mutates(node, buffer)
     ]
     return next(iter([*found, *writers]), None)
+
+
+def _bases(node: fx.Node) -> set[str]:
+    """Name a node as kernels do: by its operator and the one it was decomposed from."""
+    names = (operator_name(node.target), operator_name(node.meta.get("original_aten", "-")))
+    return {name.rpartition(".")[2].rstrip("_") for name in names}
 
 
 def _kind(graph: fx.Graph, node: fx.Node | None, buffer: fx.Node | None) -> tuple[str, str]:

@@ -28,7 +28,8 @@ def only(report, kind, mark, argument=None, operator=None):
     (finding,) = report.findings
     assert (finding.kind, finding.where) == (kind, line(mark)), str(report)
     assert finding.argument == argument
-    assert finding.operator == operator
+    # Some operators have another name in another release of torch.
+    assert finding.operator in (operator if isinstance(operator, tuple) else (operator,))
     assert finding.kind in str(report)
     assert finding.fix
     return finding
@@ -155,7 +156,7 @@ def test_write_through_a_view_of_the_cache():
 def test_older_value_of_a_written_buffer():
     _, rows, slots = pool_rows_slots()
     report = explain(models.OlderValue(), rows, slots, big_bytes=POOL_BYTES)
-    found = only(report, "big_copy", "older", "self.cache", report.findings[0].operator)
+    found = only(report, "big_copy", "older", "self.cache", ("aten.mul", "aten.clone"))
     assert found.bytes == POOL_BYTES
     assert "before the write" in found.fix
     assert_clean(explain(models.OlderRows(), rows, slots, big_bytes=POOL_BYTES))
@@ -164,7 +165,8 @@ def test_older_value_of_a_written_buffer():
 def test_undeclared_dtype_copy():
     x = ones(4, 1024)
     report = explain(models.Casting(torch.float32), x)
-    found = only(report, "dtype_copy", "dtype", "self.weight", report.findings[0].operator)
+    casts = ("prims.convert_element_type", "aten._to_copy")
+    found = only(report, "dtype_copy", "dtype", "self.weight", casts)
     assert found.bytes == 2 * 1024 * 1024
     assert "torch.bfloat16" in found.fix
     assert_clean(explain(models.Casting(torch.bfloat16), x))

@@ -1,0 +1,111 @@
+"""python -m mla_ops explain: targets, exit statuses, and one-line messages with a fix."""
+
+import json
+import textwrap
+
+import pytest
+
+from mla_ops.__main__ import main
+
+MODULE = textwrap.dedent(
+    """
+    import torch
+    from torch import nn
+
+    number = 3
+
+    def clean():
+        return nn.Linear(4, 4), (torch.ones(2, 4),)
+
+    def step(x, *, kv):
+        kv[0] = x
+        return kv.sum()
+
+    def faulty():
+        return step, (torch.ones(4),), {"kv": torch.zeros(2, 4)}
+
+    def each_step():
+        return nn.ReLU(), lambda step: (torch.ones(2 + step),)
+
+    def wrong():
+        return 3, 4
+
+    class Made:
+        @staticmethod
+        def without_arguments():
+            return lambda: torch.ones(3) * 2
+    """
+)
+
+
+@pytest.fixture(autouse=True)
+def target_module(tmp_path, monkeypatch):
+    (tmp_path / "explained_models.py").write_text(MODULE)
+    (tmp_path / "explained_broken.py").write_text("import not_installed_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def run(capsys, *arguments):
+    status = main(["explain", *arguments])
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+def test_clean_target(capsys):
+    status, text, _ = run(capsys, "explained_models:clean", "--strict")
+    assert (status, text.startswith("explain: nothing found; steps 3")) == (0, True)
+
+
+def test_findings_fail_only_in_strict_mode(capsys):
+    status, text, _ = run(capsys, "explained_models:faulty", "--json", "--steps", "2")
+    assert status == 0
+    body = json.loads(text)
+    assert body["facts"]["steps"] == 2
+    (found,) = body["findings"]
+    assert (found["kind"], found["argument"]) == ("mutated_input", "kv")
+    assert found["where"].endswith("explained_models.py:11")
+    status, text, _ = run(capsys, "explained_models:faulty", "--strict")
+    assert status == 1
+    assert "mark_static_address(kv)" in text
+    status, _, _ = run(capsys, "explained_models:faulty", "--strict", "--mode", "default")
+    assert status == 0
+
+
+def test_arguments_of_each_step(capsys):
+    _, text, _ = run(capsys, "explained_models:each_step", "--mode", "default", "--json")
+    assert [found["kind"] for found in json.loads(text)["findings"]] == ["recompile_shape"]
+
+
+def test_nested_name_and_function_alone(capsys):
+    status, _, _ = run(capsys, "explained_models:Made.without_arguments", "--strict")
+    assert status == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("explained_models", "target must be package.module:factory, got 'explained_models'"),
+        ("explained_nothing:f", "module 'explained_nothing' must be importable, found none (run"),
+        ("explained_models.sub:f", "module 'explained_models.sub' must be importable"),
+        ("explained_models:missing", "explained_models must have 'missing', it has torch, nn"),
+        ("explained_models:number", "explained_models:number must be a function, got int (name"),
+        ("explained_models:wrong", "must return fn, (fn, args) or (fn, args, kwargs)"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_in_one_line(capsys, target, message):
+    status, text, error = run(capsys, target)
+    assert (status, text) == (2, "")
+    assert error.startswith("explain: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_missing_import_of_the_target_is_its_own_error(capsys):
+    with pytest.raises(ModuleNotFoundError, match="not_installed_at_all"):
+        run(capsys, "explained_broken:f")
+
+
+def test_steps_must_be_positive(capsys):
+    with pytest.raises(SystemExit):
+        run(capsys, "explained_models:clean", "--steps", "0")
+    assert "must be at least 1" in capsys.readouterr().err
