@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from mla_ops.cli.bench_report import BenchReport, BenchResult
+from mla_ops.cli.bench_report import BenchReport, BenchResult, device_name
 
 __all__ = ["check_plot_path", "plot"]
 
@@ -64,10 +64,9 @@ def plot(report: BenchReport, path: Path) -> None:
         panel.set_ylabel("time of one decode, us")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8)
-    where = report["environment"]["gpus"]
     figure.suptitle(
         f"{report['preset']}: {report['num_heads_q']} heads, {report['dtype']}, "
-        f"{where[0].split(',')[0] if where else report['device']}"
+        f"{device_name(report)}"
     )
     figure.savefig(path, dpi=130)
 

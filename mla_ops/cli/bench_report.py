@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from mla_ops.diagnostics.environment import Environment
 
-__all__ = ["BenchReport", "BenchResult", "as_csv", "as_table"]
+__all__ = ["BenchReport", "BenchResult", "as_csv", "as_table", "device_name"]
 
 
 class BenchResult(TypedDict):
@@ -90,7 +90,7 @@ def as_table(report: BenchReport) -> str:
     title = (
         f"{report['preset']}: {report['num_heads_q']} heads, D {report['head_dim']}, "
         f"V {report['head_dim_v']}, {report['dtype']}, pages of {report['page_size']}, "
-        f"on {', '.join(report['environment']['gpus'][:1]) or report['device']}"
+        f"on {device_name(report)}"
     )
     roof = (
         f"time of one decode; roof from {report['bandwidth_gb_s']:.1f} GB/s and "
@@ -116,6 +116,15 @@ def as_table(report: BenchReport) -> str:
             f"{_MARK} restless: quartiles more than {RESTLESS:.0%} apart (is this machine idle?)",
         ]
     return "\n".join([title, roof, "", *lines])
+
+
+def device_name(report: BenchReport) -> str:
+    """Name what the times belong to: the GPU, or the CPU with its number of threads."""
+    kind, _, index = report["device"].partition(":")
+    seen = report["environment"]
+    if kind == "cuda":
+        return seen["gpus"][int(index or 0)].split(",")[0]
+    return f"{kind} with {seen['threads']} threads"
 
 
 def _restless(result: BenchResult) -> bool:
