@@ -16,6 +16,7 @@ from mla_ops.diagnostics.graph_findings import graph_findings
 from mla_ops.diagnostics.measure import BIG_BYTES, Recorder, measuring
 from mla_ops.diagnostics.measurement import Measurement
 from mla_ops.diagnostics.replay_findings import (
+    expected_recordings,
     kept_findings,
     overwritten_finding,
     replay_findings,
@@ -67,29 +68,46 @@ def explain(
     fn = uncompiled(fn)
     watcher = Watcher(mode)
     with measuring(big_bytes) as recorder:
-        compiled = torch.compile(fn, backend=watcher)
-        error, kept = None, []
-        for step in range(steps):
-            watcher.step = step
-            given = args if inputs is None else inputs(step)
-            error = _step(compiled, given, kwargs)
-            if error is not None:
-                break
-            kept = _kept(watcher)
+        given = inputs or (lambda step: args)
+        error, kept = _run(torch.compile(fn, backend=watcher), watcher, steps, given, kwargs)
         measured = recorder.result()
     cudagraphs = asks_for_cudagraphs(mode)
+    held = list(kept_findings(kept, fn, watcher.fed_back)) if cudagraphs else []
+    if error is not None and not watcher.fed_back:
+        held.append(error)
     found = [
         *compile_findings(measured, watcher.graphs.values(), cudagraphs=cudagraphs),
         *_graphs(recorder, watcher, big_bytes),
-        *replay_findings(measured, recorder.graphs, watcher),
-        *(kept_findings(kept, fn, watcher.fed_back) if cudagraphs else ()),
-        *([error] if error is not None and not watcher.fed_back else ()),
+        *replay_findings(measured, recorder.graphs, watcher, explained=bool(held)),
+        *held,
     ]
     findings = sorted(merged(found), key=lambda finding: list(KINDS).index(finding.kind))
-    report = Report(_facts(measured, recorder, steps), tuple(findings))
+    report = Report(_facts(measured, recorder, watcher, steps), tuple(findings))
     if strict:
         report.raise_if_failed()
     return report
+
+
+def _run(
+    compiled: Callable[..., Any],
+    watcher: Watcher,
+    steps: int,
+    inputs: Callable[[int], Sequence[Any]],
+    kwargs: dict[str, Any],
+) -> tuple[Finding | None, list[GraphOutput]]:
+    """Run the steps.
+
+    Returns:
+        what an overwritten output ended the run with, and the outputs still held after it.
+    """
+    kept: list[GraphOutput] = []
+    for step in range(steps):
+        watcher.step = step
+        error = _step(compiled, inputs(step), kwargs)
+        if error is not None:
+            return error, []
+        kept = _kept(watcher)
+    return None, kept
 
 
 def _step(
@@ -124,7 +142,9 @@ def _graphs(recorder: Recorder, watcher: Watcher, big_bytes: int) -> list[Findin
     ]
 
 
-def _facts(measured: Measurement, recorder: Recorder, steps: int) -> dict[str, int | None]:
+def _facts(
+    measured: Measurement, recorder: Recorder, watcher: Watcher, steps: int
+) -> dict[str, int | None]:
     capturable = [graph for graph in recorder.graphs if graph.wants_cudagraphs and graph.on_cuda]
     partitions = sum(graph.facts.partitions for graph in capturable if graph.facts)
     metadata = None
@@ -135,7 +155,8 @@ def _facts(measured: Measurement, recorder: Recorder, steps: int) -> dict[str, i
             if name.startswith("mla_ops.mla_metadata")
         )
     recorded = measured.recordings
-    extra = None if recorded is None else max(0, recorded - max(partitions, len(capturable)))
+    _, expected = expected_recordings(capturable, watcher)
+    extra = None if recorded is None else max(0, recorded - expected)
     return {
         "steps": steps,
         "graphs": measured.graphs,

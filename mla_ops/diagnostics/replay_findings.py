@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from mla_ops.diagnostics.measure import CompiledGraph
 from mla_ops.diagnostics.measurement import Measurement
 from mla_ops.diagnostics.watch import FedBack, GraphOutput, WatchedGraph, Watcher
 
-__all__ = ["kept_findings", "overwritten_finding", "replay_findings"]
+__all__ = ["expected_recordings", "kept_findings", "overwritten_finding", "replay_findings"]
 
 _COPY_OUT = (
     "copy it into a buffer of fixed address in the step (register_buffer once, then "
@@ -34,9 +35,16 @@ _SKIPS = (
 
 
 def replay_findings(
-    measured: Measurement, compiled: list[CompiledGraph], watcher: Watcher
+    measured: Measurement, compiled: list[CompiledGraph], watcher: Watcher, *, explained: bool
 ) -> Iterator[Finding]:
-    """Explain what happened from step to step."""
+    """Explain what happened from step to step.
+
+    Args:
+        measured: what the recorder saw.
+        compiled: the graphs Inductor compiled.
+        watcher: the calls of the graphs.
+        explained: whether other findings tell why the number of recordings is unexpected.
+    """
     asked = {graph.compile_id for graph in compiled if graph.wants_cudagraphs}
     watched = [graph for name, graph in watcher.graphs.items() if name in asked]
     moving = {each.input.name for each in watcher.fed_back}
@@ -46,8 +54,27 @@ def replay_findings(
     for reason in measured.reasons:
         if "mutated inputs" not in reason:
             yield _skip(reason)
-    capturable = [graph for graph in compiled if graph.wants_cudagraphs and graph.on_cuda]
-    yield from _recorded(measured, capturable, watcher, bool(unsteady))
+    if not (explained or unsteady or moving):
+        capturable = [graph for graph in compiled if graph.wants_cudagraphs and graph.on_cuda]
+        yield from _recorded(measured, capturable, watcher)
+
+
+def expected_recordings(capturable: list[CompiledGraph], watcher: Watcher) -> tuple[int, int]:
+    """Count the recordings the calls ask for.
+
+    The first call with each set of sizes warms up, the second records.
+
+    Returns:
+        one for each graph and set of sizes, and one for each of their pieces.
+    """
+    least = pieces = 0
+    for graph in capturable:
+        watched = watcher.graphs.get(graph.compile_id)
+        calls = Counter(call.sizes for call in watched.calls) if watched else Counter()
+        again = sum(count > 1 for count in calls.values())
+        least += again
+        pieces += again * max(1, graph.facts.partitions if graph.facts else 1)
+    return least, pieces
 
 
 def kept_findings(
@@ -131,30 +158,28 @@ def _skip(reason: str) -> Finding:
 
 
 def _recorded(
-    measured: Measurement, capturable: list[CompiledGraph], watcher: Watcher, explained: bool
+    measured: Measurement, capturable: list[CompiledGraph], watcher: Watcher
 ) -> Iterator[Finding]:
     """Compare the recordings with what the calls ask for."""
     recordings = measured.recordings
-    called = [
-        graph
-        for graph in capturable
-        if graph.compile_id in watcher.graphs and len(watcher.graphs[graph.compile_id].calls) > 1
-    ]
-    if recordings is None or measured.skips or not called:
+    least, pieces = expected_recordings(capturable, watcher)
+    if recordings is None or measured.skips or not least:
         return
-    pieces = sum(max(1, graph.facts.partitions if graph.facts else 1) for graph in called)
-    where = next(
-        (each.where for graph in called for each in watcher.graphs[graph.compile_id].inputs), None
+    inputs = (
+        each
+        for graph in capturable
+        if graph.compile_id in watcher.graphs
+        for each in watcher.graphs[graph.compile_id].inputs
     )
-    if recordings < len(called):
+    where = next((each.where for each in inputs if each.where), None)
+    if recordings < least:
         yield Finding(
             "cudagraph_silent",
-            f"{len(called)} graphs asked for CUDA graphs, {recordings} were recorded, and torch "
-            "gave no reason",
+            f"{recordings} CUDA graphs of at least {least} were recorded, and torch said nothing",
             _DEBUG,
             where,
         )
-    elif recordings > pieces and not explained and not measured.recompiles:
+    elif recordings > pieces and not measured.recompiles:
         yield Finding(
             "rerecorded",
             f"{recordings} CUDA graphs for {pieces} pieces of graphs",
