@@ -5,7 +5,8 @@ conventions (an empty row's lse is +inf, the softmax scale defaults to ``q.shape
 What differs: nothing is filled lazily. The object of ``get_mla_metadata()`` holds no state; each
 decode with it plans for the lengths of that moment, so it cannot go stale.
 
-Source: FlashMLA's ``flash_mla/flash_mla_interface.py`` of 2025 (tensors) and 2026 (object).
+Source: FlashMLA's ``flash_mla/flash_mla_interface.py`` of 2025 (tensors) and 2026 (object), and
+that of sgl-flash-mla 1.0.0, which adds ``use_legacy``, ``has_legacy`` and planning apart.
 """
 
 from __future__ import annotations
@@ -25,12 +26,18 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "fused_norm_rope_attn_rope_cast",
+    "get_mla_decoding_metadata",
     "get_mla_metadata",
+    "has_legacy",
 ]
 
 
 class FlashMLASchedMeta:
-    """What ``get_mla_metadata()`` returns in the 2026 API; stateless here."""
+    """What ``get_mla_metadata()`` returns in the 2026 API; stateless here.
+
+    Tensors that a caller hangs on it are ignored: each decode plans anew.
+    """
 
 
 def get_mla_metadata(
@@ -72,6 +79,41 @@ def get_mla_metadata(
     )
 
 
+def get_mla_decoding_metadata(
+    seqlens_k: Tensor,
+    num_q_tokens_per_head_k: int,
+    h_k: int,
+    h_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    use_legacy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Plan a decode apart from it, as sgl-flash-mla does: ``get_mla_metadata`` with arguments.
+
+    Args:
+        seqlens_k: [B] int32 tokens per sequence.
+        num_q_tokens_per_head_k: ``S * num_heads_q // num_heads_k``.
+        h_k: KV heads.
+        h_q: query heads; only sparse decodes need it.
+        is_fp8_kvcache: not served yet.
+        topk: keys per query of a sparse decode; not served yet.
+        use_legacy: which of its kernels FlashMLA plans for; without meaning here.
+
+    Returns:
+        ``(tile_scheduler_metadata [T, 8], num_splits [B + 1])``, both int32.
+
+    Raises:
+        NotImplementedError: for FP8 caches and sparse decodes.
+    """
+    _refuse("get_mla_decoding_metadata", is_fp8_kvcache=is_fp8_kvcache, topk=topk)
+    return mla_metadata(seqlens_k, num_heads_q=num_q_tokens_per_head_k * h_k, num_heads_k=h_k)
+
+
+def has_legacy() -> bool:
+    """Tell that dense decodes are served, as FlashMLA's legacy kernels do: always."""
+    return True
+
+
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -82,13 +124,18 @@ def flash_mla_with_kvcache(
     num_splits: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    is_fp8_kvcache: bool = False,
+    is_fp8_kvcache: bool | None = None,
     indices: Tensor | None = None,
     attn_sink: Tensor | None = None,
     extra_k_cache: Tensor | None = None,
     extra_indices_in_kvcache: Tensor | None = None,
     topk_length: Tensor | None = None,
     extra_topk_length: Tensor | None = None,
+    enable_batch_invariant: bool = False,
+    use_legacy: bool = False,
+    kv_format: str | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decode like FlashMLA's function of that name.
 
@@ -111,6 +158,11 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache: sparse decode; not served yet.
         topk_length: sparse decode; not served yet.
         extra_topk_length: sparse decode; not served yet.
+        enable_batch_invariant: not served yet.
+        use_legacy: which of its kernels FlashMLA takes; without meaning here.
+        kv_format: sparse decode; not served yet.
+        descale_q: FP8; not served yet.
+        descale_k: FP8; not served yet.
 
     Returns:
         out [B, S, H, V] and lse [B, H, S] float32; an empty row is out 0, lse +inf as FlashMLA
@@ -128,6 +180,10 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache=extra_indices_in_kvcache,
         topk_length=topk_length,
         extra_topk_length=extra_topk_length,
+        enable_batch_invariant=enable_batch_invariant,
+        kv_format=kv_format,
+        descale_q=descale_q,
+        descale_k=descale_k,
     )
     if block_table is None or cache_seqlens is None:
         name = "block_table" if block_table is None else "cache_seqlens"
@@ -180,6 +236,25 @@ def flash_attn_varlen_qkvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
 def flash_attn_varlen_kvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
     """Prefill with expanded keys is not served: use a prefill kernel."""
     _not_served("flash_attn_varlen_kvpacked_func")
+
+
+class _NotServed:
+    """Stands for a module of the package; whatever is taken from it raises by name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        # Copying, pickling and inspection ask for dunders and must be told they are absent.
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        _not_served(f"{self._name}.{attribute}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _not_served(self._name)
+
+
+fused_norm_rope_attn_rope_cast = _NotServed("fused_norm_rope_attn_rope_cast")
 
 
 def _not_served(function: str) -> NoReturn:

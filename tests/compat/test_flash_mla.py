@@ -80,13 +80,58 @@ def test_every_public_name_of_the_package_is_served_or_refused_by_name():
     for name in flash_mla.__all__:
         assert hasattr(flash_mla, name)
     for name in flash_mla.__all__:
-        if name.startswith("flash_attn") or name == "flash_mla_sparse_fwd":
+        if name.startswith(("flash_attn", "fused")) or name == "flash_mla_sparse_fwd":
             with pytest.raises(NotImplementedError, match=name):
                 getattr(flash_mla, name)()
 
 
+# __all__ of sgl-flash-mla 1.0.0, and what FlashMLA's releases of 2025 have besides.
+NAMES = """
+get_mla_metadata get_mla_decoding_metadata flash_mla_with_kvcache flash_attn_varlen_func
+flash_mla_sparse_fwd fused_norm_rope_attn_rope_cast has_legacy
+flash_attn_varlen_qkvpacked_func flash_attn_varlen_kvpacked_func
+"""
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_names_of_the_releases_in_use_are_there(name):
+    assert name in flash_mla.__all__
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "permute_q_b_proj"])
+def test_what_is_taken_from_a_module_that_is_not_served_raises_by_name(name):
+    with pytest.raises(NotImplementedError, match=f"fused_norm_rope_attn_rope_cast.{name}"):
+        getattr(flash_mla.fused_norm_rope_attn_rope_cast, name)
+    with pytest.raises(AttributeError):
+        flash_mla.fused_norm_rope_attn_rope_cast.__deepcopy__  # noqa: B018
+
+
+def test_sgl_flash_mlas_calls_are_served():
+    """Its dense decode needs ``use_legacy``, and it plans apart."""
+    assert flash_mla.has_legacy()
+    q, kv_cache, table, lengths = tensors([0, 5, 64, 200])
+    planned = flash_mla.get_mla_decoding_metadata(lengths, 16, 1, 16, use_legacy=True)
+    expected = flash_mla.get_mla_metadata(lengths, 16, 1)
+    assert all(map(torch.equal, planned, expected))
+    metadata, splits = flash_mla.get_mla_metadata()
+    # How its documentation hoists the plan.
+    metadata.tile_scheduler_metadata, metadata.num_splits = planned
+    options = {"softmax_scale": SCALE, "causal": True, "use_legacy": True}
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        q, kv_cache, table, lengths, 512, metadata, splits, **options
+    )
+    assert torch.equal(out, decode_2025(q, kv_cache, table, lengths)[0])
+    assert torch.equal(lse, decode_2025(q, kv_cache, table, lengths)[1])
+    with pytest.raises(NotImplementedError, match="get_mla_decoding_metadata: topk"):
+        flash_mla.get_mla_decoding_metadata(lengths, 16, 1, topk=8)
+
+
 @pytest.mark.parametrize(
-    "argument", ["is_fp8_kvcache", "indices", "extra_k_cache", "topk_length", "extra_topk_length"]
+    "argument",
+    [
+        *("is_fp8_kvcache", "indices", "extra_k_cache", "topk_length", "extra_topk_length"),
+        *("enable_batch_invariant", "kv_format", "descale_q", "descale_k"),
+    ],
 )
 def test_what_is_not_served_raises_by_name(argument):
     q, kv_cache, table, lengths = tensors([10])
