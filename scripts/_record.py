@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import datetime
-import platform
-import subprocess
 
-import torch
+from mla_ops.diagnostics.environment import environment as seen
 
 
 def environment() -> dict[str, str]:
     """Return GPU, driver, versions and date as text."""
-    record = {
+    facts = seen()
+    return {
         "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "gpu": "none",
-        "driver": "none",
+        "python": facts["python"],
+        "torch": facts["torch"],
+        "gpu": facts["gpus"][0].split(",")[0] if facts["gpus"] else "none",
+        "driver": facts["driver"] or "none",
+        # Of "triton 3.6.0": the distribution has other names too.
+        "triton": (facts["triton"] or "none").split()[-1],
     }
-    try:
-        import triton
-
-        record["triton"] = triton.__version__
-    except ImportError:
-        record["triton"] = "none"
-    if torch.cuda.is_available():
-        record["gpu"] = torch.cuda.get_device_name()
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=False)
-        record["driver"] = answer.stdout.strip() or "unknown"
-    return record

@@ -15,12 +15,10 @@ from pathlib import Path
 
 import torch
 from _record import environment
-from _timing import pools_needed, replay_us
 
-import mla_ops
-from mla_ops.backends import reference
+from mla_ops.cli.bench_step import DecodeStep, StepShape
+from mla_ops.cli.bench_timing import Ceilings, ceilings, pools_needed, replay_us
 from mla_ops.ops._selection import reasons_against
-from mla_ops.shapes import DecodeShape
 
 # us of vLLM's Triton MLA kernel on an H200, and the ratio the portable kernel must reach.
 VLLM = {
@@ -38,67 +36,27 @@ VLLM = {
 SCALE = 0.135234
 
 
-class Inputs:
+class Inputs(DecodeStep):
     """One shape's tensors: pools to rotate through, shuffled pages, random values."""
 
     def __init__(self, batch: int, heads: int, length: int, seqlen_q: int = 1) -> None:
-        pages = -(-length // 64)
-        pools = pools_needed(batch * length * 1152)
-        shape = (pools, batch * pages, 64, 1, 576)
-        self.kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        self.q = torch.randn((batch, seqlen_q, heads, 576), device="cuda", dtype=torch.bfloat16)
-        self.table = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
-        self.lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        shape = StepShape(batch, heads, length, softmax_scale=SCALE, seqlen_q=seqlen_q)
+        pools = pools_needed(shape.moved_bytes(torch.bfloat16))
+        cuda = torch.device("cuda")
+        super().__init__(shape, num_pools=pools, device=cuda, dtype=torch.bfloat16)
         self.out = self.q.new_empty((batch, seqlen_q, heads, 512))
         self.lse = torch.empty((batch, seqlen_q, heads), device="cuda").transpose(1, 2)
 
-    def shape(self) -> DecodeShape:
-        batch, seqlen_q, heads, _ = self.q.shape
-        return DecodeShape(
-            *(self.q.device, self.q.dtype, self.q.dtype, batch, seqlen_q, heads, 576, 512),
-            *(self.kv.shape[1], 64, self.table.shape[1], 64 * 576, 576),
-        )
+    def refuses(self, backend: str) -> list[str]:
+        return reasons_against(backend, self.shape.decode_shape(self.q.device, self.q.dtype))
 
-    def decode(self, pool: torch.Tensor, backend: str, metadata: mla_ops.MLAMetadata) -> None:
-        mla_ops.mla_decode(
-            *(self.q, pool, self.table, self.lengths, metadata),
-            softmax_scale=SCALE,
-            backend=backend,
-            out=self.out,
-            lse=self.lse,
-        )
-
-    def error(self, pool: torch.Tensor) -> float:
-        """Return the relative RMS error of ``out`` against float64, over a few sequences."""
-        some = slice(0, min(self.q.shape[0], 2))
-        expected = self.out[some].double()
-        lse = self.lse[some].clone()
-        reference.mla_decode_out(
-            *(self.q[some].double(), pool.double() if pool.numel() < 2**28 else pool),
-            *(self.table[some], self.lengths[some], None, None, expected, lse),
-            softmax_scale=SCALE,
-            causal=True,
-            attn_sink=None,
-        )
-        difference = (self.out[some].double() - expected).norm() / expected.norm()
-        worst = (self.lse[some] - lse).abs().max()
-        return float(difference) if worst < 1e-3 else math.inf
-
-
-def ceilings() -> tuple[float, float]:
-    """Return what this GPU reaches: GB/s of an elementwise kernel, TFLOP/s of a bf16 product."""
-    source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    # Not copy_: a graph runs that as a copy-engine node, slower than kernels read memory.
-    copy = replay_us([lambda: torch.neg(source, out=target)] * 4)
-    a, b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = replay_us([lambda: a @ b] * 4)
-    return 2 * 2**31 / copy * 1e-3, 2 * 8192**3 / product * 1e-6
+    def into(self, pool: torch.Tensor, backend: str) -> None:
+        self.decode(pool, backend, self.out, self.lse)
 
 
 def flash_mla_us(inputs: Inputs) -> float | None:
     """Time FlashMLA's own kernel with its own schedule, computed beforehand."""
-    if reasons_against("flash_mla", inputs.shape()):
+    if inputs.refuses("flash_mla"):
         return None
     _, seqlen_q, heads, _ = inputs.q.shape
     meta, splits = torch.ops.flash_mla_legacy.get_mla_decoding_metadata(
@@ -122,24 +80,23 @@ def measure(shape: tuple[int, int, int], backends: list[str]) -> dict[str, float
     own = flash_mla_us(inputs)
     if own is not None:
         times["FM"] = own
-    metadata = mla_ops.mla_metadata(inputs.lengths, num_heads_q=shape[1])
     for backend in backends:
-        if backend != "auto" and reasons_against(backend, inputs.shape()):
+        if backend != "auto" and inputs.refuses(backend):
             continue
-        inputs.decode(inputs.kv[0], backend, metadata)
-        error = inputs.error(inputs.kv[0])
+        inputs.into(inputs.kv[0], backend)
+        error = inputs.error(inputs.kv[0], inputs.out, inputs.lse)
         if not error <= 5e-3:
             raise SystemExit(f"{backend} {shape}: relative error {error:.2e}, no time is printed")
         times[backend] = replay_us(
-            [lambda pool=pool, b=backend: inputs.decode(pool, b, metadata) for pool in inputs.kv]
+            [lambda pool=pool, b=backend: inputs.into(pool, b) for pool in inputs.kv]
         )
     return times
 
 
-def row(shape: tuple[int, int, int], times: dict[str, float], peak: tuple[float, float]) -> str:
-    batch, heads, length = shape
-    moved, done = batch * length * 1152, 2 * batch * heads * length * (576 + 512)
-    floor = max(moved / peak[0] * 1e-3, done / peak[1] * 1e-6)
+def row(shape: tuple[int, int, int], times: dict[str, float], peak: Ceilings) -> str:
+    sizes = StepShape(*shape)
+    moved, done = sizes.moved_bytes(torch.bfloat16), sizes.operations
+    floor = peak.roof_us(moved, done)
     cells = [f"{shape!s:>18} roof {floor:7.1f}"]
     for name, us in times.items():
         text = f"{name} {us:7.1f}us {moved / us * 1e-3:5.0f}GB/s {done / us * 1e-6:4.0f}TF"
@@ -191,7 +148,7 @@ def main() -> None:
             for k in (512, 2048, 8192, 32768, 131072)
             if b * k <= 2**22
         ]
-    peak = ceilings()
+    peak = ceilings(torch.device("cuda"))
     print(f"copy {peak[0]:.0f} GB/s, bf16 {peak[1]:.0f} TFLOP/s", flush=True)
     results = []
     for shape in shapes:
