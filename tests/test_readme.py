@@ -1,11 +1,15 @@
 """What the README shows is run, and what it claims about support is generated."""
 
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
+from mla_ops.__main__ import COMMANDS, main
 from mla_ops.testing.support import support_matrix
 
 README = Path(__file__).parents[1] / "README.md"
@@ -33,3 +37,13 @@ def test_code_comes_by_line_10_and_the_two_commands_follow():
     assert "```python" in lines[:10]
     assert any("./scripts/demo.sh" in line for line in lines[:28])
     assert any("./scripts/test.sh" in line for line in lines[:28])
+
+
+def test_commands_exist_with_the_options_shown(capsys):
+    lines = re.findall(r"^\./scripts/run\.sh (.*?) *(?:#.*)?$", README.read_text(), re.MULTILINE)
+    commands = [shlex.split(line) for line in lines]
+    assert {command[0] for command in commands} == set(COMMANDS) - {"demo"}
+    for command in commands:
+        with pytest.raises(SystemExit) as exit_info:
+            main([*command, "--help"])
+        assert exit_info.value.code == 0, capsys.readouterr().err
