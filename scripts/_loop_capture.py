@@ -39,7 +39,8 @@ class Stepper(NamedTuple):
 def capturing(capture: str, model: LoopModel, batch_sizes: Sequence[int]) -> Iterator[Stepper]:
     """Make the step and run it at every size, largest first, as engines do; no row is live."""
     with _SETUPS[capture](model, batch_sizes) as stepper:
-        yield Stepper(_without_sync(stepper.step), stepper.captured)
+        step = _without_sync(stepper.step) if model.tokens.is_cuda else stepper.step
+        yield Stepper(step, stepper.captured)
 
 
 @contextlib.contextmanager
@@ -106,8 +107,6 @@ def _warm_up(step: Step, batch_sizes: Sequence[int]) -> None:
 
 def _without_sync(step: Step) -> Step:
     """Let torch raise where the step waits for the device; everything is warm by now."""
-    if not torch.cuda.is_available():
-        return step
 
     def checked(batch_size: int) -> tuple[Tap, ...]:
         torch.cuda.set_sync_debug_mode("error")
