@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_ops._torch import storage_id
+from mla_ops.diagnostics.lines import member
 
 __all__ = ["held_tensors"]
 
@@ -59,7 +60,7 @@ def _walk(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[s
 def _items(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         for registered in (value._parameters, value._buffers, value._modules):
-            yield from ((f"{path}.{name}", item) for name, item in registered.items())
+            yield from ((path + member(name), item) for name, item in registered.items())
     if isinstance(value, Mapping):
         pairs = list(value.items())[:_MAX_ITEMS]
         yield from ((f"{path}[{key!r}]", item) for key, item in pairs)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["readable_name", "shown_line", "user_frame", "user_line"]
+__all__ = ["member", "readable_name", "shown_line", "user_frame", "user_line"]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Code that the user did not write: torch, and this package.
@@ -42,7 +42,12 @@ def user_line(stack_trace: str | None) -> str | None:
 
 def readable_name(source: str) -> str:
     """Write Dynamo's name of a value as the user would: L['self']._buffers['kv'] is self.kv."""
-    return _REGISTERED.sub(r".\1", _SPELLED.sub(r"\1", source))
+    return _REGISTERED.sub(lambda match: member(match[1]), _SPELLED.sub(r"\1", source))
+
+
+def member(name: str) -> str:
+    """Write the access to what a module registered: .kv, and [0] in a list of layers."""
+    return f"[{name}]" if name.isdigit() else f".{name}"
 
 
 def shown_line(where: str | None) -> str:
