@@ -37,7 +37,7 @@ def prepare(step: DecodeStep, mode: str) -> Run:
     if mode == "hand-graph":
         return _hand_graph(step)
     # One code object serves all steps; more than a few compilations of it and torch gives up.
-    # torch.compiler.reset()
+    torch.compiler.reset()
     if mode == "compile":
         compiled: Any = torch.compile(step, fullgraph=True, dynamic=False)
         compiled()
