@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo
 from expecttest import assert_expected_inline
 from schemas import assert_documented, assert_matches
 
@@ -155,14 +156,18 @@ def test_a_wrong_result_has_no_time(quick, capsys, monkeypatch):
     assert all("refused: wrong: relative error 1.0e-03, budget 1e-05" in line for line in lines)
 
 
-def test_a_crash_is_a_refusal_with_its_first_line(quick, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError, torch._dynamo.exc.FailOnRecompileLimitHit]
+)
+def test_a_crash_is_a_refusal_with_its_first_line(error, quick, capsys, monkeypatch):
     def crash(step, mode):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")
+        raise error("CUDA out of memory. Tried\nmore")
 
     monkeypatch.setattr(bench, "prepare", crash)
     assert main([*SMALL, "--modes", "eager", "--backends", "cpu", "--json"]) == 1
     results = json.loads(capsys.readouterr().out)["results"]
-    assert {each["refused"] for each in results} == {"OutOfMemoryError: CUDA out of memory. Tried"}
+    expected = f"{error.__name__}: CUDA out of memory. Tried"
+    assert {each["refused"] for each in results} == {expected}
     assert {each["us"] for each in results} == {None}
 
 
