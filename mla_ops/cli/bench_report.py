@@ -124,7 +124,7 @@ def device_name(report: BenchReport) -> str:
     seen = report["environment"]
     if kind == "cuda":
         return seen["gpus"][int(index or 0)].split(",")[0]
-    return f"{kind} with {seen['threads']} threads"
+    return f"{kind} (threads: {seen['threads']})"
 
 
 def _restless(result: BenchResult) -> bool:

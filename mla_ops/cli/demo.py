@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_ops.cli.device import available_device, default_device
 from mla_ops.cli.model import DemoModel, demo_config, read_prompts
 from mla_ops.diagnostics import Measurement, measuring
 from mla_ops.ops._selection import backend_report
@@ -50,8 +51,7 @@ class Decoded(NamedTuple):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if cuda else "cpu", help="default: %(default)s")
+    parser.add_argument("--device", default=default_device(), help="default: %(default)s")
     parser.add_argument(
         "--preset",
         default="small",
@@ -68,9 +68,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the demo, print its table, return 1 if a claim fails."""
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("demo: device must be available, got cuda on a machine without it", file=sys.stderr)
+    try:
+        device = available_device("demo", options.device)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     if options.transformers:
         if importlib.util.find_spec("transformers") is None:

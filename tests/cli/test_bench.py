@@ -117,11 +117,11 @@ def test_bench_on_the_cpu(quick, capsys):
         assert result["roof_us"] == pytest.approx(moved / 10.0 * 1e-3)
     assert shown.err.splitlines()[-1] == "bench: 8/8 batch 2 length 65 reference compile"
     table = as_table(report).split("\n\n~")[0]
-    table = re.sub(r"~?\b\d+(\.\d+)?(e-\d+)?%?(?= |$)", "#", table, flags=re.MULTILINE)
+    table = re.sub(r"~?\b\d+(\.\d+)?(e-\d+)?%?(?=[ )]|$)", "#", table, flags=re.MULTILINE)
     assert_expected_inline(
         re.sub(" +", " ", table.replace("~#", "#")),
         """\
-deepseek-v2-lite: # heads, D 576, V 512, float32, pages of 64, on cpu with # threads
+deepseek-v2-lite: # heads, D 576, V 512, float32, pages of 64, on cpu (threads: #)
 time of one decode; roof from # GB/s and # TFLOP/s, measured here
 
 batch length backend mode us roof us of roof GB/s TFLOP/s

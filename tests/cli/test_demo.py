@@ -55,10 +55,16 @@ def test_each_broken_claim_is_named_and_fails_the_command(capsys, monkeypatch):
     }
 
 
-def test_cuda_that_is_absent_is_refused_by_name(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("cuda", "demo: device must be available"), ("gpu", "demo: device must be cpu, cuda or")],
+)
+def test_a_device_that_is_absent_is_refused_in_one_line(device, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["demo", "--device", "cuda"]) == 2
-    assert "device must be available" in capsys.readouterr().err
+    assert main(["demo", "--device", device]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [["demo", "--steps", "0"], ["demo", "--preset", "x"], []])
