@@ -78,18 +78,20 @@ def inside_graph() -> str | None:
     return None
 
 
+# torch.cuda.is_available() asks the driver on every call.
 @cache
-def _cuda_multiprocessors(index: int) -> int:
+def _multiprocessors(device_type: str, index: int | None) -> int:
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return DEFAULT_STREAMING_MULTIPROCESSORS
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def streaming_multiprocessors(device: torch.device) -> int:
     """Count the SMs of ``device``: its own on CUDA, 132 on CPU and on fake CUDA tensors."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return DEFAULT_STREAMING_MULTIPROCESSORS
-    return _cuda_multiprocessors(
-        torch.cuda.current_device() if device.index is None else device.index
-    )
+    index = device.index
+    if device.type == "cuda" and index is None and torch.cuda.is_available():
+        index = torch.cuda.current_device()
+    return _multiprocessors(device.type, index)
 
 
 # What torch.compiler.assume_constant_result sets; to call it would import Dynamo with mla_ops.

@@ -52,6 +52,8 @@ class DecodeShape(NamedTuple):
     max_pages: int
     page_stride: int
     row_stride: int
+    # kv_cache begins at a multiple of 16 bytes, as TMA wants it; unknown, so True, in a trace.
+    aligned_cache: bool = True
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

@@ -18,24 +18,33 @@ def pools_needed(bytes_per_pool: int, most: int = 64) -> int:
 
 def replay_us(launches: Sequence[Callable[[], object]], repeats: int = 20) -> float:
     """Capture ``launches`` into one CUDA graph and return the median time of one of them in us."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for launch in launches[:2]:
-            launch()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [launch() for launch in launches]
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(launches))
+    return compare_us([launches], repeats)[0]
+
+
+def compare_us(
+    sides: Sequence[Sequence[Callable[[], object]]], repeats: int = 20
+) -> tuple[float, ...]:
+    """Return the median us of a launch of each side; replays alternate, so clocks meet all."""
+    graphs, kept = [], []
+    for launches in sides:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for launch in launches[:2]:
+                launch()
+        torch.cuda.current_stream().wait_stream(stream)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            kept.append([launch() for launch in launches])
+    times: list[list[float]] = [[] for _ in sides]
+    for turn in range(3 + repeats):
+        for graph, launches, found in zip(graphs, sides, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= 3:
+                found.append(start.elapsed_time(end) * 1e3 / len(launches))
     del kept
-    return statistics.median(times)
+    return tuple(statistics.median(found) for found in times)

@@ -72,6 +72,10 @@ def unsupported(shape: DecodeShape) -> list[str]:
         )
     if shape.page_size != _PAGE_SIZE:
         reasons.append(f"takes page_size {_PAGE_SIZE}, kv_cache has {shape.page_size}")
+    if not shape.aligned_cache:
+        reasons.append(
+            "kv_cache must begin at a multiple of 16 bytes (slice the pool at whole pages)"
+        )
     for name, stride in (("page", shape.page_stride), ("row", shape.row_stride)):
         if stride % _ALIGNMENT != 0 or stride < _HEAD_DIM:
             reasons.append(

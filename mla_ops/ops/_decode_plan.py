@@ -72,6 +72,7 @@ def check_layout(args: Any, *, traced: bool) -> tuple[str, DecodeShape]:
     shape = DecodeShape(
         *(q.device, q.dtype, kv_cache.dtype, q.shape[0], q.shape[1], q.shape[2], head_dim),
         *(args[7], pages, page_size, block_table.shape[1], kv_cache.stride(0), kv_cache.stride(1)),
+        aligned_cache=traced or kv_cache.data_ptr() % 16 == 0,
     )
     return select("mla_decode", args[12], shape, traced=traced), shape
 
@@ -100,7 +101,7 @@ def _layout(
     """
     return (
         (q.shape, q.stride(), q.dtype, q.device),
-        (kv.shape, kv.stride(), kv.dtype, kv.get_device()),
+        (kv.shape, kv.stride(), kv.dtype, kv.get_device(), kv.data_ptr() % 16 == 0),
         (table.shape, table.stride(), table.dtype, table.get_device()),
         (lengths.shape, lengths.is_contiguous(), lengths.dtype, lengths.get_device()),
         rows is None or (rows.shape, rows.is_contiguous(), rows.dtype, rows.get_device()),

@@ -79,17 +79,18 @@ def test_two_graphs_on_two_streams(flash_mla):
     for seed in (1, 2):
         model, twin, tokens = pair(seed, backend=flash_mla)
         graph, result = hopper.captured(model, tokens)
-        runs.append((twin, tokens, graph, result, torch.cuda.Stream()))
+        # A graph holds addresses, not tensors: the model must outlive it.
+        runs.append((model, twin, tokens, graph, result, torch.cuda.Stream()))
     for step in range(30):
-        for _, tokens, *_ in runs:
+        for _, _, tokens, *_ in runs:
             hopper.renew(tokens, step)
-        for _, _, graph, _, stream in runs:
+        for *_, graph, _, stream in runs:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 graph.replay()
         for *_, stream in runs:
             torch.cuda.current_stream().wait_stream(stream)
-        for twin, tokens, _, result, _ in runs:
+        for _, twin, tokens, _, result, _ in runs:
             hopper.assert_same_bits(result, twin(*tokens))
 
 

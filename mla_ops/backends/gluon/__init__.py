@@ -71,6 +71,8 @@ def unsupported(shape: DecodeShape) -> list[str]:
 def _against_strides(shape: DecodeShape) -> list[str]:
     if shape.num_pages == 0:
         return ["kv_cache must have at least one page, has 0"]
+    if not shape.aligned_cache:
+        return ["kv_cache must begin at a multiple of 16 bytes (slice the pool at whole pages)"]
     row, page = shape.row_stride, shape.page_stride
     if shape.num_pages == 1:
         page = shape.page_size * row

@@ -5,7 +5,9 @@ blocks, a part that begins at X ends at X + q, unless a request boundary lies at
 behind that: then it ends there. So part p begins at p * q + shift, and only a boundary whose
 distance to that grid is 1..overhead moves the grid. The walk jumps from one such boundary to the
 next, one minimum over all requests each; most batches have a few, none has more than
-min(B, T). Every program walks the whole line and writes a few rows and requests of its own.
+min(B, T). Where requests are about as long as whole parts, as in a batch of equal lengths, each
+moves the grid: such runs are one step. Every program walks the whole line and writes a few rows
+and requests of its own.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ _TOKENS = tl.constexpr(BLOCK_TOKENS)
 _IDLE = tl.constexpr(IDLE_REQUEST)
 _NONE = tl.constexpr(2**31 - 1)
 # Lengths of more blocks together than this (5 TB of bf16 cache) are garbage; they are cut, so
-# that positions on the line, times 8, stay below 2**31.
+# that positions on the line, times 2, stay below 2**31.
 _MOST_BLOCKS = tl.constexpr(2**26)
 # A wave of one-warp programs costs as much as one program: a row each. The interpreter runs them
 # one after the other.
 _ROWS = 16 if INTERPRETED else 1
+# Runs, and the short cut for equal requests, cost four more registers a request.
+_LARGEST_WITH_RUNS = 1024
 
 
 @triton.jit
@@ -73,9 +77,31 @@ def _cost(blocks, inside, quota, reciprocal, OVERHEAD: tl.constexpr):
 
 
 @triton.jit
-def _next_snap(ends, rest, OVERHEAD: tl.constexpr):
+def _link(cost, inside, quota, reciprocal, OVERHEAD: tl.constexpr):
+    """Tell which requests end a run, and by how much the others move the grid."""
+    rest = _remainder(cost, quota, reciprocal)
+    stops = (rest > OVERHEAD) | (inside == 0)
+    return stops.to(tl.int32), tl.where(stops, 0, rest.to(tl.int32))
+
+
+@triton.jit
+def _next_snap(ends, rest, follows, OVERHEAD: tl.constexpr, LINKS: tl.constexpr):
     snaps = (rest - 1) < OVERHEAD  # unsigned: 0 is out
-    return tl.min(tl.where(snaps, ends * 8 + rest.to(tl.int32), _NONE), 0)
+    return tl.min(tl.where(snaps, ends * LINKS + follows, _NONE), 0)
+
+
+@triton.jit
+def _pass_on(position, ends, stops, gain, moved, own_end, own_stops, own_gain, own_moved, shift):
+    """Move the grid along the run of requests that begins behind a snap."""
+    here = ends == position
+    run = tl.max(tl.where(here, stops, 0), 0)
+    gone = tl.max(tl.where(here, gain, 0), 0)
+    here = (ends >= position) & (stops == run)
+    end = tl.max(tl.where(here, gain, 0), 0) - gone
+    moved += tl.where(ends >= position, tl.where(here, gain - gone, end), 0)
+    here = (own_end >= position) & (own_stops == run)
+    own_moved += tl.where(own_end >= position, tl.where(here, own_gain - gone, end), 0)
+    return moved, own_moved, shift + end
 
 
 @triton.jit
@@ -83,6 +109,13 @@ def _place(position, ends, batch):
     reached = ends[None, :] <= position[:, None]  # [ROWS, BLOCK]
     request = tl.minimum(tl.sum(reached.to(tl.int32), 1), batch)
     return request, position - tl.max(tl.where(reached, ends[None, :], 0), 1)
+
+
+@triton.jit
+def _moved(position, ends, moved):
+    """Move a position of the grid as far as the boundaries before it did."""
+    reached = (ends - moved)[None, :] <= position[:, None]  # [ROWS, BLOCK]
+    return position + tl.max(tl.where(reached, moved[None, :], 0), 1)
 
 
 @triton.jit(do_not_specialize=["batch", "parts", "topk"])
@@ -99,8 +132,8 @@ def _mla_metadata_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     REQUESTS: tl.constexpr,
+    LINKS: tl.constexpr,
 ):
-    tl.static_assert(OVERHEAD < 8, "a snap packs its distance into three bits")
     pid = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     inside = index < batch
@@ -114,45 +147,76 @@ def _mla_metadata_kernel(
     most = tl.where(crowded, _MOST_BLOCKS // BLOCK, _MOST_BLOCKS)
     blocks = tl.minimum(blocks, most)
     total = tl.sum(tl.where(inside, blocks + OVERHEAD, 0), 0)
-    quota = _quota(total, tl.max(tl.where(inside, blocks, 0), 0), parts, BALANCE)
+    longest = tl.max(tl.where(inside, blocks, 0), 0)
+    quota = _quota(total, longest, parts, BALANCE)
     grid = quota.to(tl.uint32)
     reciprocal = 0xFFFFFFFF // grid
     cost = _cost(blocks, inside, quota, reciprocal, OVERHEAD)
     ends = tl.cumsum(cost, 0)  # P[1:], P[B] behind the last request
     total = tl.sum(cost, 0)
-    own_end = tl.sum(tl.where(index < pid * REQUESTS, cost, 0), 0)
-    own_end += tl.cumsum(_cost(tl.minimum(own, most), mine, quota, reciprocal, OVERHEAD), 0)
+    own_cost = _cost(tl.minimum(own, most), mine, quota, reciprocal, OVERHEAD)
+    before = index < pid * REQUESTS
+    own_end = tl.sum(tl.where(before, cost, 0), 0) + tl.cumsum(own_cost, 0)
 
-    row = pid * ROWS + tl.arange(0, ROWS)
-    begin_grid = tl.minimum(row, parts) * quota
-    end_grid = tl.minimum(row + 1, parts) * quota
-    begin, end = begin_grid, end_grid
-    own_shift = tl.zeros([REQUESTS], tl.int32)
+    # A request that ends at most the overhead behind whole parts of its own passes a beginning
+    # on: where a part begins with it, one begins behind it.
+    stops, gain, follows = index * 0, index * 0, index * 0
+    own_stops, own_gain = request * 0, request * 0
+    if LINKS == 2:
+        stops, gain = _link(cost, inside, grid, reciprocal, OVERHEAD)
+        own_stops, own_gain = _link(own_cost, mine, grid, reciprocal, OVERHEAD)
+        own_stops = tl.sum(tl.where(before, stops, 0), 0) + tl.cumsum(own_stops, 0)
+        own_gain = tl.sum(tl.where(before, gain, 0), 0) + tl.cumsum(own_gain, 0)
+        stops = tl.cumsum(stops, 0)
+        gain = tl.cumsum(gain, 0)
+        inside_next = index + 1 < batch
+        next_length = _length(lengths_ptr, topk, index + 1, inside_next, CONSTANT)
+        next_blocks = tl.minimum(_blocks(next_length), most)
+        next_cost = _cost(next_blocks, inside_next, quota, reciprocal, OVERHEAD)
+        next_stops, _ = _link(next_cost, inside_next, grid, reciprocal, OVERHEAD)
+        follows = 1 - next_stops
+
+    moved = tl.zeros([BLOCK], tl.int32)  # how far the grid has moved at each boundary
+    own_moved = tl.zeros([REQUESTS], tl.int32)
     shift = total * 0
     rest = _remainder(ends, grid, reciprocal)  # distance behind the grid
-    snap = _next_snap(ends, rest, OVERHEAD)
+    snap = _next_snap(ends, rest, follows, OVERHEAD, LINKS)
+    equal = tl.min(tl.where(inside, blocks, _MOST_BLOCKS), 0) == longest
+    if (LINKS == 2) & equal & (snap != _NONE):
+        # Equal requests: every n-th boundary snaps, by the same distance.
+        position = snap // LINKS
+        shift = _remainder(position, grid, reciprocal).to(tl.int32)
+        every = position // (total // batch)
+        moved = tl.minimum(index + 1, batch) // every * shift
+        own_moved = (request + 1) // every * shift
+        rest = _remainder(ends - moved, grid, reciprocal)
+        snap = total * 0 + _NONE
     while snap != _NONE:
-        position = snap >> 3
-        distance = snap & 7
-        shift += distance
+        position = snap // LINKS
+        shift += _remainder(position - shift, grid, reciprocal).to(tl.int32)
         # Boundaries before the snap keep their distance: 0 means that a part begins there.
-        rest -= tl.where(ends >= position, distance, 0).to(tl.uint32)
-        rest = tl.minimum(rest, rest + grid)
-        begin = tl.where(begin_grid + shift >= position, begin_grid + shift, begin)
-        end = tl.where(end_grid + shift >= position, end_grid + shift, end)
-        own_shift = tl.where(own_end >= position, shift, own_shift)
-        snap = _next_snap(ends, rest, OVERHEAD)
+        moved = tl.where(ends >= position, shift, moved)
+        own_moved = tl.where(own_end >= position, shift, own_moved)
+        if snap % LINKS != 0:
+            moved, own_moved, shift = _pass_on(
+                *(position, ends, stops, gain, moved),
+                *(own_end, own_stops, own_gain, own_moved, shift),
+            )
+        rest = _remainder(ends - moved, grid, reciprocal)
+        snap = _next_snap(ends, rest, follows, OVERHEAD, LINKS)
 
     # Pairs of (part, request) up to a request: a part each, and one more for each boundary that
     # is no part's beginning.
-    own_end -= own_shift
+    own_end -= own_moved
     last_part = (own_end - 1) // quota
     begins = ((last_part + 1) * quota == own_end).to(tl.int32)
-    before = tl.sum(((rest == 0) & (index < pid * REQUESTS)).to(tl.int32), 0)
-    met = before + tl.cumsum(begins, 0) - begins
+    met = tl.sum(((rest == 0) & before).to(tl.int32), 0) + tl.cumsum(begins, 0) - begins
     tl.store(splits_ptr + 1 + request, 1 + last_part + request - met, mask=mine)
     tl.store(splits_ptr + request, 0, mask=request == 0)
 
+    row = pid * ROWS + tl.arange(0, ROWS)
+    begin = _moved(tl.minimum(row, parts) * quota, ends, moved)
+    end = _moved(tl.minimum(row + 1, parts) * quota, ends, moved)
     begin = tl.minimum(begin, total)
     end = tl.minimum(end, total)
     busy = begin < end
@@ -219,6 +283,7 @@ def mla_metadata_out(
             BLOCK=block,
             ROWS=_ROWS,
             REQUESTS=requests,
+            LINKS=2 if block <= _LARGEST_WITH_RUNS else 1,
             # One warp reduces without a barrier.
             num_warps=1 if block <= 512 else min(block // 512, 16),
         )
