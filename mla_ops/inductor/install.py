@@ -13,6 +13,8 @@ from typing import Any
 from torch import fx
 
 from mla_ops.inductor.dedup import collapse_metadata
+from mla_ops.inductor.escape import keep_escaping_values, note_fresh_outputs
+from mla_ops.inductor.fusion import check_reads_by_every_name, check_reads_by_first_name
 from mla_ops.inductor.snapshot import keep_copies
 
 __all__ = ["SWITCH", "enable", "install", "installed", "uninstall"]
@@ -21,41 +23,47 @@ SWITCH = "MLA_OPS_INDUCTOR_PASS"
 
 
 def install() -> bool:
-    """Add the correctness pass and the missing lowering to Inductor; a second call does nothing.
+    """Add the correctness passes and what Inductor lacks to it; a second call does nothing.
 
-    A pass the user set on ``torch._inductor.config.joint_custom_pre_pass`` runs first. Set the
-    environment variable ``MLA_OPS_INDUCTOR_PASS=0`` to leave Inductor as it is: then a clone that
-    is mutated beside its source may alias it, and a view with a symbolic storage offset is
-    refused.
+    Passes the user set on ``torch._inductor.config`` (``joint_custom_pre_pass``,
+    ``post_grad_custom_post_pass``) run first. Set the environment variable
+    ``MLA_OPS_INDUCTOR_PASS=0`` to leave Inductor as it is: then a copy of a cache may turn out to
+    be the cache, moving the elements of a mutated buffer may read what it has just written, and a
+    view with a symbolic storage offset is refused.
 
     Returns:
-        Whether the pass is installed.
+        Whether the passes are installed.
     """
     if os.environ.get(SWITCH) == "0":
         return installed()
-    if not installed():
-        import torch._inductor.config as config
+    import torch._inductor.config as config
 
-        config.joint_custom_pre_pass = _beside(
-            config.joint_custom_pre_pass, _keep_views_and_copies
-        )
+    for slot, own in _DEFAULT.items():
+        if not _holds(slot, own):
+            setattr(config, slot, _beside(getattr(config, slot), own))
+    check_reads_by_every_name()
     return True
 
 
 def uninstall() -> None:
-    """Give Inductor back the pass the user had."""
+    """Give Inductor back the passes the user had, and its own rule of fusion."""
     import torch._inductor.config as config
 
-    current: Any = config.joint_custom_pre_pass
-    if installed():
-        config.joint_custom_pre_pass = current.previous
+    check_reads_by_first_name()
+    for slot, own in _DEFAULT.items():
+        if _holds(slot, own):
+            setattr(config, slot, getattr(config, slot).previous)
 
 
 def installed() -> bool:
-    """Tell whether the correctness pass runs in compilations that start now."""
+    """Tell whether the correctness passes run in compilations that start now."""
+    return all(_holds(slot, own) for slot, own in _DEFAULT.items())
+
+
+def _holds(slot: str, own: Callable[[fx.Graph], None]) -> bool:
     import torch._inductor.config as config
 
-    return getattr(config.joint_custom_pre_pass, "own", None) is _keep_views_and_copies
+    return getattr(getattr(config, slot), "own", None) is own
 
 
 @contextmanager
@@ -75,14 +83,28 @@ def enable() -> Iterator[None]:
 
 def _keep_views_and_copies(graph: fx.Graph) -> None:
     keep_copies(graph)
+    note_fresh_outputs(graph)
     _lower_storage_offset()
+
+
+def _keep_values(graph: fx.Graph) -> None:
+    keep_escaping_values(graph)
 
 
 def _collapse(graph: fx.Graph) -> None:
     collapse_metadata(graph)
 
 
-_SOURCES: dict[Any, Any] = {_keep_views_and_copies: keep_copies, _collapse: collapse_metadata}
+_DEFAULT = {
+    "joint_custom_pre_pass": _keep_views_and_copies,
+    "post_grad_custom_post_pass": _keep_values,
+}
+# What decides over the generated code enters the compile caches by its text.
+_SOURCES: dict[Any, tuple[Any, ...]] = {
+    _keep_views_and_copies: (keep_copies, check_reads_by_every_name, _keep_views_and_copies),
+    _keep_values: (keep_escaping_values,),
+    _collapse: (collapse_metadata,),
+}
 
 
 def _beside(previous: Any, own: Callable[[fx.Graph], None]) -> Any:
@@ -106,13 +128,14 @@ def _beside(previous: Any, own: Callable[[fx.Graph], None]) -> Any:
             # A user's pass without a uuid bypasses the compile caches, and so must the pair.
             if None in ids:
                 return None
-            return (own.__name__, hashlib.sha256(_module_source(own)).hexdigest(), *ids)
+            return (own.__name__, hashlib.sha256(_sources(own)).hexdigest(), *ids)
 
     return Beside()
 
 
-def _module_source(own: Callable[[fx.Graph], None]) -> bytes:
-    return getsource(sys.modules[_SOURCES[own].__module__]).encode()
+def _sources(own: Callable[[fx.Graph], None]) -> bytes:
+    modules = [sys.modules[part.__module__] for part in _SOURCES[own]]
+    return "\n".join(map(getsource, modules)).encode()
 
 
 def _lower_storage_offset() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from mla_ops.ops._library import LIBRARY
 
-__all__ = ["keep_copies"]
+__all__ = ["is_mutation", "keep_copies", "mutated_bases", "put_snapshot"]
 
 _NAME = "snapshot"
 
@@ -48,20 +48,21 @@ def keep_copies(graph: fx.Graph) -> None:
         graph: the functional joint graph, before Inductor's own passes; changed in place.
     """
     for node in list(graph.nodes):
-        if node.op == "call_function" and _mutates_through_us(node):
-            for base in _bases(node):
+        if is_mutation(node):
+            for base in mutated_bases(node):
                 if _may_be_dropped(base):
-                    _protect(graph, base)
+                    _protect(base)
 
 
-def _mutates_through_us(node: fx.Node) -> bool:
-    if "auto_functionalized" not in str(node.target):
+def is_mutation(node: fx.Node) -> bool:
+    """Tell whether ``node`` is the functional form of an operator of ours that mutates."""
+    if node.op != "call_function" or "auto_functionalized" not in str(node.target):
         return False
     operator = node.args[0] if node.args else None
     return getattr(operator, "namespace", None) == "mla_ops"
 
 
-def _bases(node: fx.Node) -> list[fx.Node]:
+def mutated_bases(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose memory the functionalised call mutates, of either protocol."""
     bases: Any = node.kwargs.get("_all_bases")
     if bases is None:
@@ -86,13 +87,25 @@ def _may_be_dropped(base: fx.Node) -> bool:
     return any(isinstance(source, fx.Node) for source in base.all_input_nodes)
 
 
-def _protect(graph: fx.Graph, base: fx.Node) -> None:
+def _protect(base: fx.Node) -> None:
     """Make the copy opaque: a clone is replaced, any other producer gets a snapshot behind it."""
-    source = base.args[0] if base.target is _CLONE and _keeps_layout(base) else base
-    with graph.inserting_after(base):
-        kept = graph.call_function(snapshot_op, (source,))
-    kept.meta.update(base.meta)
+    source: Any = base.args[0] if base.target is _CLONE and _keeps_layout(base) else base
+    kept = put_snapshot(source, base)
     base.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
+
+
+def put_snapshot(source: fx.Node, after: fx.Node) -> fx.Node:
+    """Return a new snapshot of ``source``, placed after the node ``after`` of the same value."""
+    with after.graph.inserting_after(after):
+        kept = after.graph.call_function(snapshot_op, (source,))
+    kept.meta.update(after.meta)
+    # Where Inductor finds the strides to hand over. Else a layout of its own choice passes through
+    # (other strides of a dimension of size 1), and what mutates the snapshot is given a copy of
+    # it: torch 2.11 and 2.13 then fail in the scheduler.
+    kept.meta.pop("eager_input_vals", None)
+    if isinstance(source.meta.get("val"), Tensor):
+        kept.meta["eager_input_vals"] = ((source.meta["val"],), {})
+    return kept
 
 
 def _keeps_layout(clone: fx.Node) -> bool:

@@ -9,21 +9,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from pools import HEAD_DIM, LATENT, LAYERS, PAGE_SIZE, PAGES, attend, write_and_read
 from torch import Tensor, nn
 
-from mla_ops import append_kv_, mla_decode, mla_metadata
-
-LAYERS, PAGES, PAGE_SIZE, HEAD_DIM, LATENT = 2, 6, 4, 160, 128
-
-
-class Tokens(NamedTuple):
-    kv_c: Tensor
-    k_pe: Tensor
-    slots: Tensor
-    other_slots: Tensor
-    q: Tensor
-    table: Tensor
-    lengths: Tensor
+from mla_ops import append_kv_, mla_decode
 
 
 class Holder(NamedTuple):
@@ -33,51 +22,13 @@ class Holder(NamedTuple):
     must: bool
 
 
-def make_pool(seed: int = 0, device: str = "cpu") -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (LAYERS, PAGES, PAGE_SIZE, 1, HEAD_DIM)
-    return torch.randn(shape, generator=generator).to(device)
-
-
-def make_tokens(count: int = 3, seed: int = 1, device: str = "cpu") -> Tokens:
-    generator = torch.Generator().manual_seed(seed)
-    slots = torch.randperm(PAGES * PAGE_SIZE // 2, generator=generator)[:count]
-    tokens = Tokens(
-        kv_c=torch.randn(count, LATENT, generator=generator),
-        k_pe=torch.randn(count, HEAD_DIM - LATENT, generator=generator),
-        slots=slots,
-        other_slots=slots.flip(0) + 3,
-        q=torch.randn(count, 1, 2, HEAD_DIM, generator=generator),
-        table=torch.randint(0, PAGES // 2, (count, 3), generator=generator, dtype=torch.int32),
-        lengths=torch.randint(1, 12, (count,), generator=generator, dtype=torch.int32),
-    )
-    return Tokens(*(tensor.to(device) for tensor in tokens))
-
-
-def attend(pool: Tensor, tokens: Tokens) -> Tensor:
-    metadata = mla_metadata(tokens.lengths, num_heads_q=2)
-    return mla_decode(
-        *(tokens.q, pool, tokens.table, tokens.lengths, metadata),
-        softmax_scale=0.1,
-        head_dim_v=LATENT,
-    ).out
-
-
-def write_and_read(pools, tokens: Tokens):
-    outs = []
-    for layer, pool in enumerate(pools):
-        append_kv_(pool, tokens.kv_c + layer, tokens.k_pe, tokens.slots)
-        outs.append(attend(pool, tokens))
-    return tuple(outs)
-
-
 class Buffers(nn.Module):
     def __init__(self, pool: Tensor) -> None:
         super().__init__()
         self.register_buffer("a", pool[0].clone())
         self.register_buffer("b", pool[1].clone())
 
-    def forward(self, tokens: Tokens):
+    def forward(self, tokens):
         return write_and_read((self.a, self.b), tokens)
 
 
@@ -86,7 +37,7 @@ class Attributes(nn.Module):
         super().__init__()
         self.pools = [pool[0].clone(), pool[1].clone()]
 
-    def forward(self, tokens: Tokens):
+    def forward(self, tokens):
         return write_and_read(self.pools, tokens)
 
 
@@ -134,6 +85,39 @@ def snapshot_of_slice(pool, tokens):
     return (older,)
 
 
+def kept_between(keep):
+    def step(pool, tokens):
+        append_kv_(pool, tokens.kv_c, tokens.k_pe, tokens.slots)
+        older = keep(pool)
+        append_kv_(pool, tokens.kv_c * 2, tokens.k_pe, tokens.slots)
+        return older, attend(pool, tokens)
+
+    return step
+
+
+def copied_between(pools, tokens):
+    first, second = pools
+    append_kv_(second, tokens.kv_c, tokens.k_pe, tokens.slots)
+    first.copy_(second)
+    append_kv_(second, tokens.kv_c * 2, tokens.k_pe, tokens.slots)
+    return (attend(second, tokens),)
+
+
+def written_then_moved(move):
+    def step(pool, tokens):
+        append_kv_(pool, tokens.kv_c, tokens.k_pe, tokens.slots)
+        pool.copy_(move(pool))
+        return (attend(pool, tokens),)
+
+    return step
+
+
+def moved_then_written(pool, tokens):
+    pool.copy_(pool.flip(0))
+    append_kv_(pool, tokens.kv_c, tokens.k_pe, tokens.slots)
+    return (attend(pool, tokens),)
+
+
 def sibling_views(pool, tokens):
     front, back = pool[: PAGES // 2], pool[PAGES // 2 :]
     append_kv_(front, tokens.kv_c, tokens.k_pe, tokens.slots)
@@ -149,7 +133,7 @@ def sibling_inputs(views, tokens):
 
 
 def outputs_in_one_buffer(pool, tokens):
-    flat = torch.zeros(3 * 2 * LATENT + 3 * 2)
+    flat = torch.zeros(3 * 2 * LATENT + 3 * 2, device=pool.device)
     out = flat[: 3 * 2 * LATENT].view(3, 1, 2, LATENT)
     lse = flat[3 * 2 * LATENT :].view(3, 2, 1)
     mla_decode(
@@ -197,6 +181,19 @@ def same(pool):
     return pool
 
 
+COPIES = {
+    "clone": torch.clone,
+    "clone_of_slice": lambda x: x[1:].clone(),
+    "clone_viewed": lambda x: x.clone()[:],
+    "empty_copy": lambda x: torch.empty_like(x).copy_(x),
+    "to_copy": lambda x: x.to(x.dtype, copy=True),
+    "cat_of_one": lambda x: torch.cat([x]),
+    "stack_of_one": lambda x: torch.stack([x])[0],
+    "repeat_once": lambda x: x.repeat(1, 1, 1, 1),
+    "plus_zero": lambda x: x + 0,
+    "padded_by_nothing": lambda x: torch.nn.functional.pad(x, (0, 0)),
+}
+
 HOLDERS = [
     Holder("module_buffers", Buffers, lambda module, t: module(t), must=True),
     Holder("module_attributes", Attributes, lambda module, t: module(t), must=True),
@@ -236,25 +233,18 @@ HOLDERS = [
     Holder("sibling_views", one(same), sibling_views, must=False),
     Holder("sibling_inputs", lambda p: p[0].clone().split(PAGES // 2), sibling_inputs, False),
     Holder("outputs_in_one_buffer", one(same), outputs_in_one_buffer, must=False),
-    Holder("clone", one(same), clone_then_write(torch.clone), must=False),
-    Holder("clone_of_slice", one(same), clone_then_write(lambda x: x[1:].clone()), must=False),
-    Holder("clone_viewed", one(same), clone_then_write(lambda x: x.clone()[:]), must=False),
-    Holder(
-        "empty_copy", one(same), clone_then_write(lambda x: torch.empty_like(x).copy_(x)), False
-    ),
-    Holder("to_copy", one(same), clone_then_write(lambda x: x.to(x.dtype, copy=True)), False),
-    Holder("cat_of_one", one(same), clone_then_write(lambda x: torch.cat([x])), must=False),
-    Holder("stack_of_one", one(same), clone_then_write(lambda x: torch.stack([x])[0]), False),
-    Holder("repeat_once", one(same), clone_then_write(lambda x: x.repeat(1, 1, 1, 1)), False),
-    Holder("plus_zero", one(same), clone_then_write(lambda x: x + 0), must=False),
-    Holder(
-        "padded_by_nothing",
-        one(same),
-        clone_then_write(lambda x: torch.nn.functional.pad(x, (0, 0))),
-        must=False,
+    *(
+        Holder(name, one(same), clone_then_write(copy), must=False)
+        for name, copy in COPIES.items()
     ),
     Holder("write_then_clone", one(same), write_then_clone, must=False),
     Holder("older_value_alive", one(same), older_value_alive, must=False),
+    Holder("kept_between_writes", one(same), kept_between(torch.clone), must=False),
+    Holder("slice_kept_between_writes", one(same), kept_between(lambda x: x[:2].clone()), False),
+    Holder("copied_between_writes", lambda p: list(p.clone()), copied_between, must=False),
+    Holder("written_then_flipped", one(same), written_then_moved(lambda x: x.flip(0)), False),
+    Holder("written_then_rolled", one(same), written_then_moved(lambda x: x.roll(1, 0)), False),
+    Holder("moved_then_written", one(same), moved_then_written, must=False),
     Holder("snapshot_of_slice", one(same), snapshot_of_slice, must=False),
     Holder("expanded", lambda p: p[0, :1].clone().expand(PAGES, -1, -1, -1), expanded, must=False),
     Holder(

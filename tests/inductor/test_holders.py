@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from holders import HEAD_DIM, HOLDERS, make_pool, make_tokens, state
+from holders import HOLDERS, state
+from pools import HEAD_DIM, make_pool, make_tokens
 
 import mla_ops
 

@@ -20,9 +20,13 @@ BY_NAME = {holder.name: holder for holder in HOLDERS}
 
 @pytest.fixture
 def fresh_config():
-    with config.patch(joint_custom_pre_pass=None, force_disable_caches=True):
+    inductor.uninstall()
+    with config.patch(
+        joint_custom_pre_pass=None, post_grad_custom_post_pass=None, force_disable_caches=True
+    ):
         torch._dynamo.reset()
         yield
+        inductor.uninstall()
     torch._dynamo.reset()
 
 
@@ -35,13 +39,18 @@ def differs(name, dynamic):
     )
 
 
-@pytest.mark.parametrize("name", ["clone", "to_copy", "empty_copy", "repeat_once", "cat_of_one"])
-def test_canary_torch_still_aliases_a_mutated_copy(name, fresh_config, monkeypatch):
-    """Symptom upstream: ``y = kv.clone(); op_(kv); op_(y)`` corrupts both pools.
-
-    When this fails, torch has mended the pattern: note the version in the pass's docstring.
-    """
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("clone", "to_copy", "empty_copy", "repeat_once", "cat_of_one", "padded_by_nothing"),
+        *("kept_between_writes", "copied_between_writes", "slice_kept_between_writes"),
+        *("written_then_flipped", "written_then_rolled"),
+    ],
+)
+def test_the_passes_are_what_makes_it_right(name, fresh_config, monkeypatch):
+    """test_canaries.py tells when torch needs no help any more; this test fails then, too."""
     monkeypatch.setenv("MLA_OPS_INDUCTOR_PASS", "0")
+    inductor.uninstall()
     assert differs(name, dynamic=False)
     monkeypatch.delenv("MLA_OPS_INDUCTOR_PASS")
     assert not differs(name, dynamic=False)
