@@ -60,6 +60,7 @@ def explain(
         TypeError: both ``args`` and ``inputs`` were given.
         ValueError: ``steps`` is below 1.
         RuntimeError: ``strict``, and something was found.
+        Exception: what a step raised, if nothing was found that may be its cause.
     """
     if args and inputs is not None:
         raise TypeError("explain: args must be empty with inputs=, got both (give one of them)")
@@ -70,17 +71,22 @@ def explain(
     with measuring(big_bytes) as recorder:
         given = inputs or (lambda step: args)
         error, kept = _run(torch.compile(fn, backend=watcher), watcher, steps, given, kwargs)
+        overwritten = overwritten_finding(error) if error else None
         measured = recorder.result()
     cudagraphs = asks_for_cudagraphs(mode)
     held = list(kept_findings(kept, fn, watcher.fed_back)) if cudagraphs else []
-    if error is not None and not watcher.fed_back:
-        held.append(error)
+    if overwritten is not None and not watcher.fed_back:
+        held.append(overwritten)
     found = [
         *compile_findings(measured, watcher.graphs.values(), cudagraphs=cudagraphs),
         *_graphs(recorder, watcher, big_bytes),
         *replay_findings(measured, recorder.graphs, watcher, explained=bool(held)),
         *held,
     ]
+    if error is not None and overwritten is None:
+        if not found:
+            raise error
+        found.append(_failed(error))
     findings = sorted(merged(found), key=lambda finding: list(KINDS).index(finding.kind))
     report = Report(_facts(measured, recorder, watcher, steps), tuple(findings))
     if strict:
@@ -94,35 +100,33 @@ def _run(
     steps: int,
     inputs: Callable[[int], Sequence[Any]],
     kwargs: dict[str, Any],
-) -> tuple[Finding | None, list[GraphOutput]]:
+) -> tuple[Exception | None, list[GraphOutput]]:
     """Run the steps.
 
     Returns:
-        what an overwritten output ended the run with, and the outputs still held after it.
+        what ended the run early, and the outputs still held after it.
     """
     kept: list[GraphOutput] = []
     for step in range(steps):
         watcher.step = step
-        error = _step(compiled, inputs(step), kwargs)
-        if error is not None:
+        args = inputs(step)
+        torch.compiler.cudagraph_mark_step_begin()
+        try:
+            compiled(*args, **kwargs)
+        except Exception as error:
+            # Told after the causes that were found; raised again if there are none.
             return error, []
         kept = _kept(watcher)
     return None, kept
 
 
-def _step(
-    compiled: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Finding | None:
-    """Run one step and drop what it returns; other errors than that of CUDA graphs are raised."""
-    torch.compiler.cudagraph_mark_step_begin()
-    try:
-        compiled(*args, **kwargs)
-    except RuntimeError as error:
-        finding = overwritten_finding(error)
-        if finding is None:
-            raise
-        return finding
-    return None
+def _failed(error: Exception) -> Finding:
+    text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
+    return Finding(
+        "step_failed",
+        f"a step ended with {text}",
+        "mend the other causes; if it stays, call the compiled function to see its traceback",
+    )
 
 
 def _kept(watcher: Watcher) -> list[GraphOutput]:

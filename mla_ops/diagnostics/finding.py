@@ -28,6 +28,7 @@ KINDS = {
     "copied_input": "a big argument without a fixed address is copied before each replay",
     "metadata_launches": "the same scheduler metadata is computed more than once in a step",
     "kept_output": "an output that something keeps is overwritten by the next replay",
+    "step_failed": "a step ended with an error",
     "overwritten_output": "an output of an earlier step is read after it was overwritten",
     "cudagraph_skip": "torch left CUDA graphs out and said why",
     "cudagraph_silent": "CUDA graphs were asked for, none was recorded and torch said nothing",

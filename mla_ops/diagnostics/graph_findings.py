@@ -38,7 +38,15 @@ def graph_findings(
     yield from _repeated_metadata(graph.graph)
     if graph.wants_cudagraphs:
         yield from _inputs(graph, names, watched, big_bytes)
-        yield from _splits(graph, names)
+        splits = list(_splits(graph, names))
+        # Old torch computes on the CPU with a tensor that lies there before it copies it: the
+        # argument is the cause.
+        on_cpu = {each.argument for each in splits if each.operator is None}
+        yield from (each for each in splits if not (_follows(each) and each.argument in on_cpu))
+
+
+def _follows(split: Finding) -> bool:
+    return split.kind in ("cpu_tensor", "device_copy") and split.operator is not None
 
 
 def named_inputs(graph: CompiledGraph, watched: WatchedGraph | None) -> dict[str, WatchedInput]:

@@ -285,3 +285,21 @@ def test_errors_of_the_function_and_of_the_call():
         explain(models.whole, ones(), inputs=lambda step: ())
     with pytest.raises(ValueError, match="steps must be at least 1"):
         explain(models.whole, ones(), steps=0)
+
+
+def test_a_failing_step_is_told_after_the_causes_found():
+    def breaks_and_fails(x):
+        torch._dynamo.graph_break()
+        raise ValueError("no such row")
+
+    kinds = {each.kind: each for each in explain(breaks_and_fails, torch.ones(3)).findings}
+    assert set(kinds) == {"graph_break", "step_failed"}
+    assert kinds["step_failed"].what == "a step ended with ValueError: no such row"
+
+
+def test_a_failing_step_without_another_cause_raises():
+    def fails(x, rows):
+        return x + len(rows[3])
+
+    with pytest.raises(IndexError):
+        explain(fails, torch.ones(3), [1])
