@@ -9,6 +9,7 @@ from mla_ops.errors import BackendUnavailableError, CacheCapacityError
 from mla_ops.formats import KVFormat
 from mla_ops.ops._metadata_debug import check_metadata
 from mla_ops.ops._selection import BackendReport, backend_report
+from mla_ops.ops._warmup import warmup
 from mla_ops.ops.append import append_kv_
 from mla_ops.ops.decode import MLAOutput, mla_decode
 from mla_ops.ops.merge import merge_states
@@ -32,4 +33,5 @@ __all__ = [
     "merge_states",
     "mla_decode",
     "mla_metadata",
+    "warmup",
 ]

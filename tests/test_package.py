@@ -52,7 +52,8 @@ explain
 inductor
 merge_states
 mla_decode
-mla_metadata""",
+mla_metadata
+warmup""",
     )
     assert all(hasattr(mla_ops, name) for name in mla_ops.__all__)
 

@@ -109,21 +109,51 @@ def _best(shape: DecodeShape) -> str:
     return "reference"
 
 
-# Where the Triton kernel beats FlashMLA on an H200: query rows of a sequence (S * H) up to, batch
-# up to, least table width in tokens, most tokens the tables of the batch have room for. The first
-# column picks the lines. Source: scripts/bench_decode.py --sweep, scripts/results/.
-_TRITON_WINS = (
-    (16, 4, 0, 2**18),
-    (16, 8, 0, 2**17),
-    (16, 16, 0, 2**16),
-    (16, 64, 0, 2**15),
-    (32, 1, 0, 2**16),
-    (32, 4, 0, 2**14),
-    (64, 1, 1024, 2**16),
-    (64, 4, 1024, 2**14),
+# Where our kernels beat FlashMLA on an H200. The first line decides whose query rows of a
+# sequence (S * H) and batch are no smaller than the call's: there, tables from the third number
+# of tokens wide up to the fourth. Source: scripts/bench_decode.py --sweep, scripts/results/.
+_ANY = 2**31
+_GLUON_WINS = (
+    (16, 16, 0, _ANY),
+    (16, 64, 0, 2**10),
+    (32, 1, 0, _ANY),
+    (32, 2, 0, 2**16),
+    (32, 4, 0, 2**15),
+    (32, 8, 0, 2**11),
+    (32, 16, 0, 2**9),
+    (64, 1, 0, 2**15),
+    (64, 2, 0, 2**13),
+    (64, 4, 0, 2**11),
+    (64, 8, 0, 2**9),
     (128, 1, 0, 2**14),
-    (128, 2, 1024, 2**13),
+    (128, 2, 0, 2**11),
+    (128, 4, 0, 2**9),
 )
+_TRITON_WINS = (
+    (16, 1, 0, 2**18),
+    (16, 2, 0, 2**17),
+    (16, 4, 0, 2**16),
+    (16, 8, 0, 2**14),
+    (16, 16, 0, 2**12),
+    (16, 32, 0, 0),
+    (16, 64, 0, 2**9),
+    (32, 1, 0, 2**16),
+    (32, 2, 0, 2**13),
+    (32, 4, 0, 2**12),
+    (64, 1, 2**10, 2**12),
+    (64, 2, 2**10, 2**13),
+    (64, 4, 2**10, 2**11),
+    (128, 1, 2**10, 2**14),
+    (128, 2, 2**10, 2**12),
+)
+
+
+def _wins(table: tuple[tuple[int, int, int, int], ...], shape: DecodeShape) -> bool:
+    rows, width = shape.seqlen_q * shape.num_heads_q, shape.max_pages * shape.page_size
+    for most_rows, batch, least_width, width_up_to in table:
+        if rows <= most_rows and shape.batch_size <= batch:
+            return least_width <= width <= width_up_to
+    return False
 
 
 def _preferences(shape: DecodeShape) -> tuple[str, ...]:
@@ -131,14 +161,12 @@ def _preferences(shape: DecodeShape) -> tuple[str, ...]:
         return ("cpu",)
     if shape.device.type != "cuda":
         return ()
-    rows = shape.seqlen_q * shape.num_heads_q
-    width = shape.max_pages * shape.page_size
-    bracket = next((line[0] for line in _TRITON_WINS if rows <= line[0]), None)
-    for most_rows, batch, least_width, most_tokens in _TRITON_WINS:
-        fits = shape.batch_size <= batch and shape.batch_size * width <= most_tokens
-        if most_rows == bracket and fits and width >= least_width:
-            return ("triton", "flash_mla")
-    return ("flash_mla", "triton")
+    portable = _wins(_TRITON_WINS, shape)
+    if _wins(_GLUON_WINS, shape):
+        return ("gluon", "triton", "flash_mla") if portable else ("gluon", "flash_mla", "triton")
+    if portable:
+        return ("triton", "flash_mla", "gluon")
+    return ("flash_mla", "gluon", "triton")
 
 
 @dataclass(frozen=True)

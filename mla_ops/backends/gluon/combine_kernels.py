@@ -9,6 +9,7 @@ from mla_ops.backends.gluon.schedule_kernels import (
     gdc_launch_dependents,
     gdc_wait,
     plan_sequence,
+    query_of,
 )
 from mla_ops.backends.gluon.tile_kernels import V
 
@@ -22,8 +23,7 @@ def _slot(index, first, first_slot, rg, RG: gl.constexpr, SLOTS: gl.constexpr):
 @gluon.jit
 def _combine_units(
     part_out_ptr,
-    part_max_ptr,
-    part_sum_ptr,
+    part_lse_ptr,
     sink_ptr,
     out_ptr,
     lse_ptr,
@@ -85,27 +85,29 @@ def _combine_units(
             row = row_block * 8 + gl.arange(0, 8, layout=stat_row)
             at = (slot * N)[:, None] + row[None, :]
             held = (index < parts)[:, None]
-            part_m = gl.load(part_max_ptr + at, mask=held, other=-float("inf"))
-            part_total = gl.load(part_sum_ptr + at, mask=held, other=0.0)
-            m_new = gl.maximum(m, gl.max(part_m, 0))
+            part_lse = gl.load(part_lse_ptr + at, mask=held, other=-float("inf"))
+            m_new = gl.maximum(m, gl.max(part_lse, 0))
             m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-            weight = gl.exp2(part_m - m_safe[None, :])
+            weight = gl.exp2(part_lse - m_safe[None, :])
             decay = gl.exp2(m - m_safe)
-            total = total * decay + gl.sum(part_total * weight, 0)
+            total = total * decay + gl.sum(weight, 0)
             weight = gl.convert_layout(weight, gl.SliceLayout(1, layout))
             decay = gl.convert_layout(decay, plane_row)
+            part_o = part_o.to(gl.float32)
             acc = acc * decay[None, :] + gl.sum(part_o * weight[:, None, :], 0)
             m = m_new
         row = rg * N + row_block * 8 + gl.arange(0, 8, layout=stat_row)
         live = row < num_rows
-        head = row % num_heads_q
+        query = query_of(row, num_heads_q)
+        head = row - query * num_heads_q
         factor, lse = store_scale(m, total, sink_ptr, head, live, SINK)
         if unit % (V // W) == 0:
-            lse_at = (row // num_heads_q) * lse_stride_s + head * lse_stride_h
+            lse_at = query * lse_stride_s + head * lse_stride_h
             gl.store(lse_ptr + lse_at, lse, mask=live)
         factor = gl.convert_layout(factor, plane_row)
         row = rg * N + row_block * 8 + lane
-        out_at = (row // num_heads_q) * out_stride_s + (row % num_heads_q) * out_stride_h
+        query = query_of(row, num_heads_q)
+        out_at = query * out_stride_s + (row - query * num_heads_q) * out_stride_h
         target = out_ptr + out_at[None, :] + (v * out_stride_v)[:, None]
         result = (acc * factor[None, :]).to(out_ptr.dtype.element_ty)
         gl.store(target, result, mask=(row < num_rows)[None, :])
@@ -134,8 +136,7 @@ def _mla_combine_kernel(
     out_ptr,
     lse_ptr,
     part_out_ptr,
-    part_max_ptr,
-    part_sum_ptr,
+    part_lse_ptr,
     batch,
     num_heads_q,
     num_rows,
@@ -175,21 +176,21 @@ def _mla_combine_kernel(
     if parts > 1:
         if (not MANY) or parts <= 8:
             _combine_units(
-                *(part_out_ptr, part_max_ptr, part_sum_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
+                *(part_out_ptr, part_lse_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
                 *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
                 *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
                 *(N, RG, SLOTS, SINK, SPLIT, NW, 8, 64),
             )
         elif parts <= 32:
             _combine_units(
-                *(part_out_ptr, part_max_ptr, part_sum_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
+                *(part_out_ptr, part_lse_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
                 *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
                 *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
                 *(N, RG, SLOTS, SINK, SPLIT, NW, 32, 32),
             )
         else:
             _combine_units(
-                *(part_out_ptr, part_max_ptr, part_sum_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
+                *(part_out_ptr, part_lse_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
                 *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
                 *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
                 *(N, RG, SLOTS, SINK, SPLIT, NW, 128, 8),

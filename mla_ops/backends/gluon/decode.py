@@ -12,15 +12,21 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mla_ops._torch import streaming_multiprocessors
 from mla_ops.backends.gluon.combine_kernels import _mla_combine_kernel
 from mla_ops.backends.gluon.decode_kernels import _mla_decode_kernel
-from mla_ops.shapes import DecodeShape, ceil_div
+from mla_ops.shapes import ceil_div
 
-__all__ = ["DecodeConfig", "decode_config", "mla_decode_out", "warmup"]
+__all__ = ["DecodeConfig", "decode_config", "mla_decode_out"]
 
 TILE_TOKENS = 64
 _LATENT, _HALF, _ROPE = 512, 256, 64
 _BATCH_BUCKETS = (1, 32, 128, 1024, 4096)
+# The combine kernel merges up to so many parts in one short pass: a few SMs more would cost more
+# than they bring.
+_FEW_PARTS = 32
+# Row groups of all sequences, up to which each merge is spread over many blocks.
+_FEW_BLOCKS = 16
 _HERE: AbstractContextManager[Any] = contextlib.nullcontext()
 _BOX_LAYOUT = {
     torch.bfloat16: gl.NVMMASharedLayout.get_default_for([TILE_TOKENS, 64], gl.bfloat16),
@@ -29,26 +35,49 @@ _BOX_LAYOUT = {
 
 
 class DecodeConfig(NamedTuple):
-    """What of a call is compiled into the kernels; a function of shapes alone."""
+    """What of a call is compiled into the kernels, and how they are launched; shapes decide."""
 
     row_tile: int  # N, query rows of a block
     row_groups: int
     batch_bucket: int
+    workers: int  # decode blocks of a row group
     decode_warps: int
+    combine_warps: int
     combine_splits: int
     many_parts: bool
 
 
-def decode_config(batch_size: int, num_rows: int) -> DecodeConfig:
-    """Choose the kernels of a call of ``num_rows`` = S * H query rows a sequence."""
+def decode_config(batch_size: int, num_rows: int, multiprocessors: int = 132) -> DecodeConfig:
+    """Choose the kernels of a call of ``num_rows`` = S * H query rows a sequence.
+
+    Source: variants timed on an H200, scripts/bench_decode.py.
+    """
     row_tile = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    if batch_size <= 2 and num_rows <= 128:
+        # More row groups split a sequence into fewer parts to merge; L2 serves their keys.
+        row_tile = 16 if num_rows <= 64 else 32
     groups = ceil_div(num_rows, row_tile)
+    workers = max(multiprocessors // groups, 1)
+    parts = workers // batch_size
+    if _FEW_PARTS < parts <= _FEW_PARTS * 5 // 4:
+        parts, workers = _FEW_PARTS, _FEW_PARTS * batch_size
+    blocks = batch_size * groups
+    # Two warps leave room for more combine blocks beside the decode kernel. What spreads few
+    # merges over the device, and no more blocks than many merges need:
+    if parts > _FEW_PARTS:
+        splits = 128
+    elif blocks > _FEW_BLOCKS:
+        splits = min(row_tile // 2, 16)
+    else:
+        splits = 2 * row_tile if parts > 8 else row_tile
     bucket = next(size for size in _BATCH_BUCKETS if batch_size <= size)
-    # Measured: what spreads one sequence's merge over the device, and no more blocks than needed.
-    blocks = bucket * groups
-    splits = 128 if blocks == 1 else 32 if blocks <= 32 else 16
-    warps = 4 if row_tile == 16 else 8
-    return DecodeConfig(row_tile, groups, bucket, warps, splits, blocks <= 32)
+    return DecodeConfig(
+        *(row_tile, groups, bucket, workers),
+        decode_warps=4 if row_tile == 16 else 8,
+        combine_warps=2 if blocks <= _FEW_BLOCKS and row_tile < 64 else 4,
+        combine_splits=splits,
+        many_parts=workers > 8 and blocks <= 32,
+    )
 
 
 def mla_decode_out(
@@ -102,32 +131,29 @@ def _launch(
     row_stride = kv_cache.stride(1)
     page_rows = page_size if pages == 1 else kv_cache.stride(0) // row_stride
     rows = seqlen_q * heads
-    config = decode_config(batch, rows)
+    config = decode_config(batch, rows, streaming_multiprocessors(q.device))
     groups = config.row_groups
     capacity = block_table.shape[1] * page_size
     # Bounded by shapes alone: one block an SM, and no more than the table has tiles.
-    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    most = batch * max(ceil_div(capacity, TILE_TOKENS), 1)
-    workers = min(max(multiprocessors // groups, 1), most)
+    workers = min(config.workers, batch * max(ceil_div(capacity, TILE_TOKENS), 1))
     slots = workers * groups * (1 if config.batch_bucket == 1 else 2)
-    part_out = torch.empty(
-        (slots * config.row_tile * (_LATENT + 2),), dtype=torch.float32, device=q.device
-    )
-    part_max = part_out[slots * config.row_tile * _LATENT :]
-    part_sum = part_max[slots * config.row_tile :]
+    # One allocation for the log-sum-exps in float32 and, behind them, the partials in q's dtype.
+    held = slots * config.row_tile
+    part_lse = torch.empty((held * (1 + _LATENT // 2),), dtype=torch.float32, device=q.device)
+    part_out = part_lse[held:].view(q.dtype)
 
     span = [(pages - 1) * page_rows + page_size, head_dim]
     box = min(page_size, TILE_TOKENS)
     layout = _BOX_LAYOUT[q.dtype]
     kv_half = TensorDescriptor(kv_cache, span, [row_stride, 1], [box, _HALF], layout)
     kv_rope = TensorDescriptor(kv_cache, span, [row_stride, 1], [box, _ROPE], layout)
-    sink = part_out if attn_sink is None else attn_sink
+    sink = part_lse if attn_sink is None else attn_sink
     shared = (batch, heads, rows, capacity)
     strides = (*_strides(out, (0, 1, 2, 3)), *_strides(lse, (0, 1, 2)))
     out_b, out_s, out_h, out_v, lse_b, lse_h, lse_s = strides
     _mla_decode_kernel[(workers * groups,)](
         *(kv_half, kv_rope, q, block_table, cache_seqlens, sink, out, lse),
-        *(part_out, part_max, part_sum, qk_scale, *shared),
+        *(part_out, part_lse, qk_scale, *shared),
         *(pages, page_rows, block_table.stride(0), q.stride(0), q.stride(1), q.stride(2)),
         *(out_b, out_s, out_h, out_v, lse_b, lse_h, lse_s),
         N=config.row_tile,
@@ -143,7 +169,7 @@ def _launch(
         launch_pdl=True,
     )
     _mla_combine_kernel[(batch * groups, config.combine_splits)](
-        *(cache_seqlens, sink, out, lse, part_out, part_max, part_sum, *shared, workers),
+        *(cache_seqlens, sink, out, lse, part_out, part_lse, *shared, workers),
         *(out_b, out_s, out_h, out_v, lse_b, lse_h, lse_s),
         N=config.row_tile,
         RG=groups,
@@ -152,31 +178,11 @@ def _launch(
         PDL=True,
         SPLIT=config.combine_splits,
         MANY=config.many_parts,
-        NW=4,
-        num_warps=4,
+        NW=config.combine_warps,
+        num_warps=config.combine_warps,
         launch_pdl=True,
     )
 
 
 def _strides(tensor: Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(tensor.stride(dim) for dim in dims)
-
-
-def warmup(shape: DecodeShape, *, causal: bool = True, attn_sink: bool = False) -> None:
-    """Compile the kernels of every call of ``shape``, so that a later capture compiles nothing."""
-    batch, seqlen_q, heads = shape.batch_size, shape.seqlen_q, shape.num_heads_q
-    device = shape.device
-    q = torch.zeros((batch, seqlen_q, heads, shape.head_dim), dtype=shape.dtype, device=device)
-    mla_decode_out(
-        q,
-        q.new_zeros((1, shape.page_size, 1, shape.head_dim)),
-        torch.zeros((batch, 1), dtype=torch.int32, device=device),
-        torch.zeros((batch,), dtype=torch.int32, device=device),
-        None,
-        None,
-        q.new_empty((batch, seqlen_q, heads, shape.head_dim_v)),
-        torch.empty((batch, seqlen_q, heads), device=device).transpose(1, 2),
-        softmax_scale=1.0,
-        causal=causal,
-        attn_sink=torch.zeros((heads,), device=device) if attn_sink else None,
-    )

@@ -21,6 +21,7 @@ from mla_ops.backends.gluon.schedule_kernels import (
     gdc_wait,
     load_length,
     plan_worker,
+    query_of,
     tiles_of,
 )
 from mla_ops.backends.gluon.tile_kernels import (
@@ -54,7 +55,8 @@ def _q_rows(
 ):
     row = rg * N + gl.arange(0, N, layout=layout)
     offset = b.to(gl.int64) * q_stride_b
-    offset += (row // num_heads_q) * q_stride_s + (row % num_heads_q) * q_stride_h
+    query = query_of(row, num_heads_q)
+    offset += query * q_stride_s + (row - query * num_heads_q) * q_stride_h
     return offset, row < num_rows
 
 
@@ -110,8 +112,7 @@ def _mla_decode_kernel(
     out_ptr,
     lse_ptr,
     part_out_ptr,
-    part_max_ptr,
-    part_sum_ptr,
+    part_lse_ptr,
     qk_scale,
     batch,
     num_heads_q,
@@ -250,7 +251,7 @@ def _mla_decode_kernel(
             token = gl.arange(0, TILE, layout=score_token)
             limit = gl.full([N], 0, gl.int32, layout=score_row) + length
             if CAUSAL:
-                query = (group * N + gl.arange(0, N, layout=score_row)) // num_heads_q
+                query = query_of(group * N + gl.arange(0, N, layout=score_row), num_heads_q)
                 limit = length - num_rows // num_heads_q + 1 + query
             while tile < stop:
                 stage = done % STAGES
@@ -345,9 +346,11 @@ def _mla_decode_kernel(
             if whole:
                 at = group * N + stat
                 live = at < num_rows
-                factor, lse = store_scale(m, row_total, sink_ptr, at % num_heads_q, live, SINK)
+                query = query_of(at, num_heads_q)
+                head = at - query * num_heads_q
+                factor, lse = store_scale(m, row_total, sink_ptr, head, live, SINK)
                 lse_at = b.to(gl.int64) * lse_stride_b
-                lse_at += (at // num_heads_q) * lse_stride_s + (at % num_heads_q) * lse_stride_h
+                lse_at += query * lse_stride_s + head * lse_stride_h
                 gl.store(lse_ptr + lse_at, lse, mask=live)
                 factor = gl.convert_layout(factor, accum_row)
                 out_at, out_live = _q_rows(
@@ -359,13 +362,16 @@ def _mla_decode_kernel(
                 target += HALF * out_stride_v
                 gl.store(target, (acc_right * factor[None, :]).to(dtype), mask=out_live[None, :])
             else:
-                # Partials lie as [slot, N / 8, 512, 8]: the order in which a warp holds them.
+                # Partials lie as [slot, N / 8, 512, 8], the order in which a warp holds them, and
+                # normalised, so that they fit the dtype of out: half the bytes of float32.
                 inside = (row // 8 * (V * 8) + row % 8)[None, :] + (v * 8)[:, None]
                 partial = part_out_ptr + slot * (N * V) + inside
-                gl.store(partial, acc_left)
-                gl.store(partial + HALF * 8, acc_right)
-                gl.store(part_max_ptr + slot * N + stat, m)
-                gl.store(part_sum_ptr + slot * N + stat, row_total)
+                seen = row_total > 0
+                share = gl.convert_layout(gl.where(seen, 1.0 / row_total, 0.0), accum_row)
+                gl.store(partial, (acc_left * share[None, :]).to(dtype))
+                gl.store(partial + HALF * 8, (acc_right * share[None, :]).to(dtype))
+                lse2 = gl.where(seen, m + gl.log2(row_total), -float("inf"))
+                gl.store(part_lse_ptr + slot * N + stat, lse2)
             if BP > 1:
                 slot = 2 * pid + 1
             b += 1

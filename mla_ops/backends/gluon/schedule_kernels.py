@@ -57,6 +57,31 @@ def tiles_of(length):
 
 
 @gluon.jit
+def _parts_of(tiles, quota):
+    """Divide rounding up, in a fifth of the time of an integer division.
+
+    Exact for quotients below 2**20, as the number of workers is: the float quotient is then off
+    by one at most.
+    """
+    parts = (tiles.to(gl.float32) / quota.to(gl.float32)).to(gl.int32)
+    rest = tiles - parts * quota
+    return parts + (rest > 0).to(gl.int32) + (rest > quota).to(gl.int32) - (rest <= -quota)
+
+
+@gluon.jit
+def _share_of(tiles, workers):
+    """Return how many tiles a worker takes, one 2**18th more where the quotient is inexact."""
+    share = _parts_of(tiles, workers + tiles * 0)
+    return share + (share >> 18)
+
+
+@gluon.jit
+def query_of(row, num_heads_q):
+    """Divide a row, below 2**16, by the number of heads."""
+    return ((row.to(gl.float32) + 0.5) / (num_heads_q + row * 0).to(gl.float32)).to(gl.int32)
+
+
+@gluon.jit
 def _plan_line(cache_seqlens_ptr, batch, capacity, workers, BP: gl.constexpr, NW: gl.constexpr):
     # [BP, 4]: sequences by candidate quotas.
     grid: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [NW, 1], [1, 0])
@@ -65,13 +90,13 @@ def _plan_line(cache_seqlens_ptr, batch, capacity, workers, BP: gl.constexpr, NW
     length = gl.load(cache_seqlens_ptr + index, mask=inside, other=0)
     length = gl.minimum(gl.maximum(length, 0), capacity)
     tiles = gl.where(inside, tiles_of(length), 0)
-    share = (gl.sum(tiles, 0) + workers - 1) // workers
+    share = _share_of(gl.sum(tiles, 0), workers)
     quotas = share + share * gl.arange(0, 4, layout=gl.SliceLayout(0, grid)) // 12
-    needed = gl.sum((tiles[:, None] + quotas[None, :] - 1) // quotas[None, :], 0)
+    needed = gl.sum(_parts_of(tiles[:, None], quotas[None, :]), 0)
     best = gl.min(gl.where(needed <= workers, quotas, _NEVER), 0)
     aligned = best < _NEVER
     quota = gl.where(aligned, best, share)
-    line = gl.where(aligned, (tiles + quota - 1) // quota * quota, tiles)
+    line = gl.where(aligned, _parts_of(tiles, quota) * quota, tiles)
     return index, tiles, line, quota, aligned
 
 
@@ -83,7 +108,7 @@ def plan_worker(
     if BP == 1:
         b = batch - 1
         tiles = tiles_of(load_length(cache_seqlens_ptr, b, capacity))
-        quota = (tiles + workers - 1) // workers
+        quota = _share_of(tiles, workers)
         tile = worker * quota
         count = gl.minimum(quota, tiles - tile)
     else:
@@ -110,9 +135,9 @@ def plan_sequence(
     """Return a sequence's first worker, its number of workers, and that first worker's slot."""
     if BP == 1:
         tiles = tiles_of(load_length(cache_seqlens_ptr, b, capacity))
-        quota = (tiles + workers - 1) // workers
+        quota = _share_of(tiles, workers)
         first = b * 0
-        parts = (tiles + quota - 1) // quota
+        parts = _parts_of(tiles, quota)
         slot = b * 0
     else:
         index, tiles, line, quota, _ = _plan_line(

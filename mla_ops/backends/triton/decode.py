@@ -13,7 +13,7 @@ from mla_ops.backends.triton.decode_kernels import decode_kernel
 from mla_ops.backends.triton.launch import INTERPRETED, on_device_of
 from mla_ops.shapes import ceil_div
 
-__all__ = ["Combine", "Config", "choose", "choose_combine", "mla_decode_out", "warmup"]
+__all__ = ["Combine", "Config", "choose", "choose_combine", "mla_decode_out"]
 
 _LOG2E = 1.4426950408889634
 # Compiled variants by batch: the plan reads the lengths as one vector of that size, and in
@@ -234,40 +234,4 @@ def mla_decode_out(
             *(cache_seqlens, sink, out, lse, partial, partial_lse),
             *(batch, heads, seqlen_q, max_tokens, launch.workers, *strides),
             **launch.combine_options,
-        )
-
-
-def warmup(
-    *,
-    num_heads_q: int,
-    batch_sizes: tuple[int, ...],
-    seqlen_q: int = 1,
-    latent_dim: int = 512,
-    rope_dim: int = 64,
-    page_size: int = 64,
-    dtype: torch.dtype = torch.bfloat16,
-    causal: bool = True,
-    attn_sink: bool = False,
-    device: torch.device | str = "cuda",
-) -> None:
-    """Compile what decodes of these batch sizes need, by running them on one page.
-
-    Compilation cannot happen under CUDA-graph capture without delaying it by seconds; what is
-    compiled depends on these arguments, on the class of the batch size, and on which strides are
-    divisible by 16, here those of contiguous tensors.
-    """
-    head_dim = latent_dim + rope_dim
-    kv_cache = torch.zeros((1, page_size, 1, head_dim), dtype=dtype, device=device)
-    sink = torch.zeros((num_heads_q,), device=device) if attn_sink else None
-    for batch in batch_sizes:
-        q = torch.zeros((batch, seqlen_q, num_heads_q, head_dim), dtype=dtype, device=device)
-        table = torch.zeros((batch, 1), dtype=torch.int32, device=device)
-        lengths = torch.ones((batch,), dtype=torch.int32, device=device)
-        out = q.new_empty((batch, seqlen_q, num_heads_q, latent_dim))
-        lse = torch.empty((batch, seqlen_q, num_heads_q), device=device).transpose(1, 2)
-        mla_decode_out(
-            *(q, kv_cache, table, lengths, None, None, out, lse),
-            softmax_scale=1.0,
-            causal=causal,
-            attn_sink=sink,
         )

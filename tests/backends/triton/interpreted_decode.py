@@ -175,17 +175,6 @@ def test_three_runs_are_bit_equal():
         assert torch.equal(again[1], first[1])
 
 
-def test_warmup_runs_what_a_model_needs():
-    decode.warmup(
-        num_heads_q=2,
-        batch_sizes=(1, 3),
-        latent_dim=128,
-        rope_dim=32,
-        attn_sink=True,
-        device="cpu",
-    )
-
-
 def test_the_launch_never_looks_at_values():
     """Symptom: a host sync on the decode path breaks CUDA-graph capture."""
     source = inspect.getsource(decode.mla_decode_out) + inspect.getsource(decode._launch)

@@ -1,0 +1,87 @@
+"""warmup: compile the kernels of a model before a CUDA graph is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from mla_ops._torch import inside_graph
+from mla_ops.ops.append import append_kv_
+from mla_ops.ops.decode import mla_decode
+from mla_ops.ops.metadata import mla_metadata
+from mla_ops.shapes import ceil_div
+
+__all__ = ["warmup"]
+
+
+def warmup(
+    *,
+    num_heads_q: int,
+    batch_sizes: Iterable[int],
+    max_seq_len: int,
+    seqlen_q: int = 1,
+    latent_dim: int = 512,
+    rope_dim: int = 64,
+    page_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = True,
+    attn_sink: bool = False,
+    backend: str = "auto",
+    device: torch.device | str = "cuda",
+) -> None:
+    """Compile what a model's decode steps will need, by running each on one page.
+
+    A kernel's first launch compiles it, which takes seconds; under capture that delays the
+    recording, and the first token of a server. Call it once before the first capture. Kernels
+    are compiled for contiguous tensors: other strides may compile again.
+
+    Args:
+        num_heads_q: H on this rank.
+        batch_sizes: every B that will be captured, padding included.
+        max_seq_len: tokens the block tables have room for; "auto" chooses by it.
+        seqlen_q: S.
+        latent_dim: V.
+        rope_dim: D - V.
+        page_size: P.
+        dtype: dtype of q and of the cache.
+        causal: as the model will call ``mla_decode``.
+        attn_sink: whether the model gives sinks.
+        backend: as the model will name it.
+        device: where the model lies.
+
+    Raises:
+        ValueError: a batch size is not positive, or an argument does not fit ``mla_decode``.
+        BackendUnavailableError: the named backend cannot run such a call; lists every reason.
+        RuntimeError: called inside a compiled region or a capture.
+    """
+    where = inside_graph()
+    if where is not None:
+        raise RuntimeError(
+            f"warmup: must run outside of graphs, got called in {where} (call it before)"
+        )
+    head_dim, pages = latent_dim + rope_dim, ceil_div(max_seq_len, page_size)
+    with torch.inference_mode():
+        kv_cache = torch.zeros((1, page_size, 1, head_dim), dtype=dtype, device=device)
+        sink = torch.zeros((num_heads_q,), device=device) if attn_sink else None
+        for batch in batch_sizes:
+            if batch < 1:
+                raise ValueError(
+                    f"warmup: batch_sizes must be positive, got {batch} (leave it out)"
+                )
+            lengths = torch.ones((batch,), dtype=torch.int32, device=device)
+            slots = torch.full((batch * seqlen_q,), -1, dtype=torch.int64, device=device)
+            tokens = kv_cache.new_zeros((batch * seqlen_q, head_dim))
+            append_kv_(kv_cache, tokens[:, :latent_dim], tokens[:, latent_dim:], slots)
+            mla_decode(
+                kv_cache.new_zeros((batch, seqlen_q, num_heads_q, head_dim)),
+                kv_cache,
+                torch.zeros((batch, pages), dtype=torch.int32, device=device),
+                lengths,
+                mla_metadata(lengths, num_heads_q=num_heads_q, seqlen_q=seqlen_q, backend=backend),
+                softmax_scale=1.0,
+                head_dim_v=latent_dim,
+                causal=causal,
+                attn_sink=sink,
+                backend=backend,
+            )

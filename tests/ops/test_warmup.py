@@ -1,0 +1,53 @@
+"""warmup: runs every step that will be captured, refuses what would not run."""
+
+import pytest
+import torch
+
+import mla_ops
+from mla_ops.ops import _warmup
+
+
+def test_runs_each_batch_size_as_the_model_will(monkeypatch):
+    calls = []
+
+    def recorded(q, kv_cache, block_table, lengths, metadata, **options):
+        calls.append((tuple(q.shape), tuple(block_table.shape), options["backend"]))
+        return mla_ops.mla_decode(q, kv_cache, block_table, lengths, metadata, **options)
+
+    monkeypatch.setattr(_warmup, "mla_decode", recorded)
+    mla_ops.warmup(
+        num_heads_q=3,
+        batch_sizes=(1, 4),
+        max_seq_len=100,
+        seqlen_q=2,
+        latent_dim=128,
+        rope_dim=32,
+        page_size=16,
+        dtype=torch.float32,
+        attn_sink=True,
+        backend="reference",
+        device="cpu",
+    )
+    assert calls == [
+        ((1, 2, 3, 160), (1, 7), "reference"),
+        ((4, 2, 3, 160), (4, 7), "reference"),
+    ]
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+def test_refuses_a_batch_size_without_rows(batch):
+    with pytest.raises(ValueError, match=f"batch_sizes must be positive, got {batch}"):
+        mla_ops.warmup(num_heads_q=16, batch_sizes=(batch,), max_seq_len=64, device="cpu")
+
+
+def test_a_backend_that_cannot_run_raises():
+    with pytest.raises(mla_ops.BackendUnavailableError, match="got 'flash_mla'"):
+        mla_ops.warmup(
+            num_heads_q=16, batch_sizes=(1,), max_seq_len=64, backend="flash_mla", device="cpu"
+        )
+
+
+def test_refuses_to_run_inside_a_graph(monkeypatch):
+    monkeypatch.setattr(_warmup, "inside_graph", lambda: "a CUDA graph capture")
+    with pytest.raises(RuntimeError, match="outside of graphs, got called in a CUDA graph"):
+        mla_ops.warmup(num_heads_q=16, batch_sizes=(1,), max_seq_len=64, device="cpu")
