@@ -130,20 +130,36 @@ def row(shape: tuple[int, int, int], times: dict[str, float], peak: Ceilings) ->
     return " | ".join(cells)
 
 
-def plot(results: list[dict], path: Path) -> None:
-    import matplotlib.pyplot as plt
+def plot(results: list[dict], peak: Ceilings, path: Path) -> None:
+    """Draw time over length, a panel for each number of heads (down) and batch size (across)."""
+    from matplotlib.figure import Figure
 
-    figure, axes = plt.subplots(figsize=(9, 5))
-    groups: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
-    for result in results:
-        for name, us in result["us"].items():
-            groups.setdefault((name, result["b"], result["h"]), []).append((result["k"], us))
-    for (name, batch, heads), points in sorted(groups.items()):
-        axes.plot(
-            *zip(*sorted(points), strict=True), marker="o", label=f"{name} b{batch} h{heads}"
-        )
-    axes.set(xscale="log", yscale="log", xlabel="cached tokens", ylabel="us")
-    axes.legend(fontsize=7)
+    heads, batches = (sorted({result[name] for result in results}) for name in "hb")
+    names = list(dict.fromkeys(name for result in results for name in result["us"]))
+    figure = Figure(figsize=(3 * len(batches) + 1, 2.6 * len(heads) + 0.5), layout="constrained")
+    panels = figure.subplots(len(heads), len(batches), squeeze=False, sharex=True)
+    for h, line in zip(heads, panels, strict=True):
+        for batch, panel in zip(batches, line, strict=True):
+            here = sorted(
+                (r for r in results if (r["h"], r["b"]) == (h, batch)), key=lambda r: r["k"]
+            )
+            for index, name in enumerate(names):
+                points = [(r["k"], r["us"][name]) for r in here if name in r["us"]]
+                if points:
+                    panel.plot(
+                        *zip(*points, strict=True), "o-", ms=3, color=f"C{index}", label=name
+                    )
+            sizes = [StepShape(batch, h, r["k"]) for r in here]
+            roof = [
+                peak.roof_us(each.moved_bytes(torch.bfloat16), each.operations) for each in sizes
+            ]
+            panel.plot([each.length for each in sizes], roof, "k:", label="roof")
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log")
+            panel.set_title(f"batch {batch}, {h} heads", fontsize=8)
+    figure.supxlabel("cached tokens of a sequence")
+    figure.supylabel("us")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120)
 
 
@@ -190,7 +206,7 @@ def main() -> None:
         record = {**environment(), "copy_gb_s": peak[0], "bf16_tflop_s": peak[1]}
         args.json.write_text(json.dumps({**record, "results": results}, indent=1))
     if args.plot:
-        plot(results, args.plot)
+        plot(results, peak, args.plot)
 
 
 if __name__ == "__main__":
