@@ -17,8 +17,13 @@ if [ ! -x "$sanitizer" ]; then
     echo "run_gpu_tests: compute-sanitizer must be installed, found none (install the CUDA toolkit)" >&2
     exit 1
 fi
-check() { "$sanitizer" --tool memcheck --error-exitcode 99 "$python" scripts/sanitize.py "$@"; }
+tool=memcheck
+check() { "$sanitizer" --tool "$tool" --error-exitcode 99 "$python" scripts/sanitize.py "$@"; }
 check
+# Hazards in shared memory; it knows neither TMA nor its barriers, so the other kernels are left out.
+tool=racecheck
+check --no-graph --backend triton
+tool=memcheck
 # Without the caching allocator each tensor is an allocation of its own: reads past it are seen.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 check --no-graph

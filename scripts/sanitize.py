@@ -125,7 +125,7 @@ def main() -> None:
         if args.plant:
             plant()
             return
-        for backend in args.backend or ("flash_mla", "triton"):
+        for backend in args.backend or ("flash_mla", "gluon", "triton"):
             run(backend, with_graph=not args.no_graph)
 
 

@@ -166,9 +166,15 @@ def _on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
+@cache
+def _schedule_rows(device: torch.device, heads: int, seqlen_q: int) -> int:
+    multiprocessors = streaming_multiprocessors(device)
+    return num_sm_parts(multiprocessors, num_heads_q=heads, seqlen_q=seqlen_q)
+
+
 def _check_rows(q: Tensor, tile_scheduler_metadata: Tensor) -> None:
     _, seqlen_q, heads, _ = q.shape
-    rows = num_sm_parts(streaming_multiprocessors(q.device), num_heads_q=heads, seqlen_q=seqlen_q)
+    rows = _schedule_rows(q.device, heads, seqlen_q)
     if tile_scheduler_metadata.shape[0] != rows:
         raise ValueError(
             f"mla_decode: tile_scheduler_metadata must be of exactly {rows} rows for flash_mla "
