@@ -20,8 +20,8 @@ from _loop_plants import planted
 from _loop_requests import Request, Rows, Traffic
 
 from mla_ops.cli.model import demo_config
+from mla_ops.cli.options import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PAGE_SIZE = 64
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 from _record import environment
-from _timing import pools_needed, replay_us
 
 from mla_ops.backends import reference
 from mla_ops.backends.triton.append import append_kv_
 from mla_ops.backends.triton.metadata import mla_metadata_out
+from mla_ops.cli.bench_timing import pools_needed, replay_us
 from mla_ops.shapes import SPLIT_OVERHEAD_BLOCKS, num_sm_parts
 
 BATCHES = (1, 2, 8, 32, 64, 128, 256, 512, 1024, 4096, 16384)

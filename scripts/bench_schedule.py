@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 from _record import environment
-from _timing import compare_us, pools_needed, replay_us
 
 import mla_ops
 from mla_ops.backends import reference
+from mla_ops.cli.bench_timing import compare_us, pools_needed, replay_us
 from mla_ops.shapes import IDLE_REQUEST
 
 Outputs = tuple[torch.Tensor, ...]

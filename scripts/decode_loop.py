@@ -29,9 +29,10 @@ import torch.multiprocessing as mp
 from _loop_capture import CAPTURES
 from _loop_plants import PLANTS
 from _loop_report import MIN_RATIO, as_text, problems, summary
-from _loop_worker import DTYPES, Result, Settings, Worker
+from _loop_worker import Result, Settings, Worker
 from _record import environment
 
+from mla_ops.cli.options import DTYPES
 from mla_ops.presets import PRESETS
 
 

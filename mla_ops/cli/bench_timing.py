@@ -9,7 +9,16 @@ from typing import NamedTuple
 import torch
 from torch.utils import benchmark
 
-__all__ = ["Ceilings", "Timing", "capture", "ceilings", "measure_us", "pools_needed", "replay_us"]
+__all__ = [
+    "Ceilings",
+    "Timing",
+    "capture",
+    "ceilings",
+    "compare_us",
+    "measure_us",
+    "pools_needed",
+    "replay_us",
+]
 
 # An H200 has 60 MB of L2: the pools a step walks through must be larger together.
 L2_BYTES = 60 * 2**20
@@ -62,10 +71,24 @@ def capture(
 
 def replay_us(launches: Sequence[Callable[[], object]], repeats: int = 20) -> float:
     """Capture ``launches`` into one CUDA graph and return the median time of one of them in us."""
-    graph, kept = capture(launches)
-    us = _events(graph.replay, repeats).us / len(launches)
-    del kept
-    return us
+    return compare_us([launches], repeats)[0]
+
+
+def compare_us(
+    sides: Sequence[Sequence[Callable[[], object]]], repeats: int = 20
+) -> tuple[float, ...]:
+    """Return the median us of a launch of each side; replays alternate, so clocks meet all."""
+    captured = [capture(launches) for launches in sides]
+    times: list[list[float]] = [[] for _ in sides]
+    for turn in range(_WARM_UP_CALLS + repeats):
+        for (graph, _), found in zip(captured, times, strict=True):
+            us = _event_us(graph.replay)
+            if turn >= _WARM_UP_CALLS:
+                found.append(us)
+    return tuple(
+        statistics.median(found) / len(launches)
+        for found, launches in zip(times, sides, strict=True)
+    )
 
 
 def measure_us(run: Callable[[], object], device: torch.device) -> Timing:
@@ -80,16 +103,18 @@ def measure_us(run: Callable[[], object], device: torch.device) -> Timing:
 def _events(run: Callable[[], object], repeats: int) -> Timing:
     for _ in range(_WARM_UP_CALLS):
         run()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
+    times = [_event_us(run) for _ in range(repeats)]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
     return Timing(middle, (high - low) / middle)
+
+
+def _event_us(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
 
 
 def ceilings(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Ceilings:

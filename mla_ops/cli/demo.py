@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_ops.cli.device import available_device, default_device
 from mla_ops.cli.model import DemoModel, demo_config, read_prompts
+from mla_ops.cli.options import DTYPES, available_device, default_device, positive
 from mla_ops.diagnostics import Measurement, measuring
 from mla_ops.ops._selection import backend_report
 from mla_ops.presets import PRESETS
 
 __all__ = ["configure", "demo", "run"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Warm-up, recording, first replay, and one more for good measure: not timed.
 UNTIMED_STEPS = 4
 MIN_DISTINCT_TOKENS = 16
@@ -58,9 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("small", *PRESETS),
         help="attention layer: a small one, or that of a published model",
     )
-    parser.add_argument("--layers", type=_positive, default=4)
-    parser.add_argument("--steps", type=_positive, default=64, help="tokens each sequence decodes")
-    parser.add_argument("--batch", type=_positive, default=4, help="sequences")
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--steps", type=positive, default=64, help="tokens each sequence decodes")
+    parser.add_argument("--batch", type=positive, default=4, help="sequences")
     parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 on the CPU, bf16 elsewhere")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--transformers", action="store_true", help="a Hugging Face model instead")
@@ -286,10 +285,3 @@ def _ticking(text: str, seconds: float = 5.0) -> Iterator[None]:
     finally:
         done.set()
         ticker.join()
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value

@@ -10,7 +10,6 @@ import sys
 import torch
 
 from mla_ops.backends.flash_mla_api import find_flash_mla
-from mla_ops.cli.device import available_device, default_device
 from mla_ops.cli.doctor_report import (
     BackendFinding,
     CheckFinding,
@@ -19,6 +18,7 @@ from mla_ops.cli.doctor_report import (
     as_text,
     split_reason,
 )
+from mla_ops.cli.options import available_device, default_device
 from mla_ops.diagnostics.environment import Environment, environment
 from mla_ops.ops._selection import BACKENDS, backend_report
 from mla_ops.ops.decode import mla_decode
@@ -128,9 +128,9 @@ def _opcheck(name: str, device: torch.device) -> CheckFinding:
 
 def _decode(backend: str, device: torch.device) -> CheckFinding:
     """Decode hostile inputs and compare with the reference in float64."""
-    inputs = make_decode_inputs(LENGTHS, device=device)
     relative_error = None
     try:
+        inputs = make_decode_inputs(LENGTHS, device=device)
         out, lse = mla_decode(*inputs[:4], softmax_scale=inputs.softmax_scale, backend=backend)
         expected, expected_lse = mla_decode(
             *(inputs.q.double(), inputs.kv_cache.double(), *inputs[2:4]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mla_ops.cli.options import positive
 from mla_ops.diagnostics import explain
 
 __all__ = ["configure", "run"]
@@ -29,7 +31,7 @@ class _UserError(Exception):
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("target", help=_TARGET)
-    parser.add_argument("--steps", type=_positive, default=3, help="default: %(default)s")
+    parser.add_argument("--steps", type=positive, default=3, help="default: %(default)s")
     parser.add_argument(
         "--mode", choices=MODES, default="reduce-overhead", help="of torch.compile"
     )
@@ -58,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _load(target: str) -> Callable[[], Any]:
     module_name, _, path = target.partition(":")
-    if not module_name or not path:
+    if not module_name or not path or module_name.startswith("."):
         raise _UserError(f"target must be package.module:factory, got {target!r}")
     # As python -m does: modules of the current folder come first.
     if os.getcwd() not in sys.path:
@@ -74,18 +76,30 @@ def _load(target: str) -> Callable[[], Any]:
         ) from None
     for name in path.split("."):
         if not hasattr(found, name):
-            names = [each for each in vars(found) if not each.startswith("_")]
+            names = [each for each in dir(found) if not each.startswith("_")]
             raise _UserError(
                 f"{module_name} must have {name!r}, it has {', '.join(names) or 'no public name'}"
             )
         found = getattr(found, name)
-    if not callable(found):
+    if not callable(found) or _needs_arguments(found):
+        kind = "one that needs arguments" if callable(found) else type(found).__name__
         raise _UserError(
-            f"{target} must be a function, got {type(found).__name__} (name a function without "
-            "arguments that returns (fn, args))"
+            f"{target} must be a function without arguments, got {kind} (write one that returns "
+            "(fn, args))"
         )
     factory: Callable[[], Any] = found
     return factory
+
+
+def _needs_arguments(factory: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(factory).bind()
+    except TypeError:
+        return True
+    except ValueError:
+        # A builtin without a signature: the call will tell.
+        return False
+    return False
 
 
 def _unpack(target: str, made: Any) -> tuple[Callable[..., Any], Any, Mapping[str, Any]]:
@@ -100,10 +114,3 @@ def _unpack(target: str, made: Any) -> tuple[Callable[..., Any], Any, Mapping[st
             f"got ({shown})"
         )
     return fn, args, kwargs
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value

@@ -87,8 +87,11 @@ def test_nested_name_and_function_alone(capsys):
         ("explained_models", "target must be package.module:factory, got 'explained_models'"),
         ("explained_nothing:f", "module 'explained_nothing' must be importable, found none (run"),
         ("explained_models.sub:f", "module 'explained_models.sub' must be importable"),
-        ("explained_models:missing", "explained_models must have 'missing', it has torch, nn"),
-        ("explained_models:number", "explained_models:number must be a function, got int (name"),
+        ("explained_models:missing", "explained_models must have 'missing', it has Made, clean"),
+        ("explained_models:number", "number must be a function without arguments, got int (write"),
+        ("explained_models:step", "got one that needs arguments (write one that returns"),
+        ("explained_models:number.real.x", "explained_models must have 'x', it has as_integer"),
+        (".explained_models:clean", "target must be package.module:factory, got '.explained"),
         ("explained_models:wrong", "must return fn, (fn, args) or (fn, args, kwargs)"),
     ],
 )
@@ -105,7 +108,8 @@ def test_missing_import_of_the_target_is_its_own_error(capsys):
         run(capsys, "explained_broken:f")
 
 
-def test_steps_must_be_positive(capsys):
-    with pytest.raises(SystemExit):
-        run(capsys, "explained_models:clean", "--steps", "0")
-    assert "must be at least 1" in capsys.readouterr().err
+def test_steps_must_be_a_positive_number(capsys):
+    for steps in ("0", "x"):
+        with pytest.raises(SystemExit):
+            run(capsys, "explained_models:clean", "--steps", steps)
+        assert f"must be at least 1, got '{steps}'" in capsys.readouterr().err

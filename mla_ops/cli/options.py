@@ -1,10 +1,14 @@
-"""The ``--device`` of every command: one rule, one message."""
+"""Options that several commands have: one rule and one message each."""
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 
-__all__ = ["available_device", "default_device"]
+__all__ = ["DTYPES", "available_device", "default_device", "positive"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def default_device() -> str:
@@ -32,7 +36,8 @@ def available_device(command: str, text: str) -> torch.device:
             f"(use --device {default_device()})"
         )
     if device.type == "cpu":
-        return device
+        # "cpu:7" is the same CPU.
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(
             f"{command}: device must be available, got {text} on a machine without it "
@@ -44,3 +49,10 @@ def available_device(command: str, text: str) -> torch.device:
             f"{torch.cuda.device_count()} GPUs (use --device cuda)"
         )
     return device
+
+
+def positive(text: str) -> int:
+    """Parse a number of at least 1, for ``type=`` of an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
+    return int(text)
