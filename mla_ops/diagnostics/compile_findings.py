@@ -10,7 +10,7 @@ from mla_ops.diagnostics.lines import readable_name, user_line
 from mla_ops.diagnostics.measurement import GraphBreak, Measurement, Recompile
 from mla_ops.diagnostics.watch import WatchedGraph
 
-__all__ = ["compile_findings"]
+__all__ = ["compile_findings", "untraced_findings"]
 
 # What a break is about -> its operator ("" where there is none) and what mends it.
 _BREAKS = (
@@ -56,6 +56,17 @@ def compile_findings(
     lines = {each.name: each.where for graph in graphs for each in graph.inputs if each.where}
     for recompile in measured.recompiles or ():
         yield _recompile(recompile, lines, cudagraphs)
+
+
+def untraced_findings(measured: Measurement, reasons: Iterable[str]) -> Iterator[Finding]:
+    """Explain why nothing was compiled: the function ran as it is, and torch counts no break.
+
+    Args:
+        measured: what the recorder saw.
+        reasons: what Dynamo could not trace.
+    """
+    if measured.graphs == 0 and not measured.breaks:
+        yield from (_break(GraphBreak(reason, "unknown line")) for reason in reasons)
 
 
 def _break(entry: GraphBreak) -> Finding:

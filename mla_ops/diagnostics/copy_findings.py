@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from mla_ops.diagnostics.copies import BigCopy, operator_name, size_of
+from mla_ops.diagnostics.copies import COPYING, BigCopy, operator_name, size_of
 from mla_ops.diagnostics.finding import Finding
 from mla_ops.diagnostics.graph_findings import named_inputs
 from mla_ops.diagnostics.lines import user_line
@@ -26,13 +26,14 @@ def copy_findings(
     graph: CompiledGraph, watched: WatchedGraph | None, big_bytes: int
 ) -> Iterator[Finding]:
     """Explain the copies of one graph; several kernels of one line are one finding."""
+    if graph.graph is None:
+        return
     names = named_inputs(graph, watched)
     for copy in graph.big_copies or ():
-        if graph.graph is None:
-            yield Finding("big_copy", copy.where, "", bytes=copy.bytes)
-            continue
         buffer = _buffer(graph.graph, copy)
         node = _asked_by(graph.graph, copy, buffer, big_bytes)
+        if _computes(graph.graph, node, buffer):
+            continue
         user = names.get(buffer.name) if buffer is not None else None
         kind, fix = _kind(graph.graph, node, buffer)
         operator = operator_name(node.target) if node is not None else copy.where.split("(")[0]
@@ -87,6 +88,17 @@ def _bases(node: fx.Node) -> set[str]:
     return {name.rpartition(".")[2].rstrip("_") for name in names}
 
 
+def _computes(graph: fx.Graph, node: fx.Node | None, buffer: fx.Node | None) -> bool:
+    """Tell whether what looks like a copy is an operator's own result: relu(x) of a big x."""
+    if node is None or _is_written(graph, buffer):
+        return False
+    return operator_name(node.target) not in COPYING
+
+
+def _is_written(graph: fx.Graph, buffer: fx.Node | None) -> bool:
+    return buffer is not None and any(mutates(node, root_of(buffer)) for node in graph.nodes)
+
+
 def _kind(graph: fx.Graph, node: fx.Node | None, buffer: fx.Node | None) -> tuple[str, str]:
     name = "" if node is None else operator_name(node.target)
     if name in _CONVERTS and node is not None:
@@ -98,8 +110,7 @@ def _kind(graph: fx.Graph, node: fx.Node | None, buffer: fx.Node | None) -> tupl
             "write {name} with an operator that works in place (mla_ops.append_kv_), and give "
             "each layer a tensor of its own"
         )
-    written = buffer is not None and any(mutates(node, root_of(buffer)) for node in graph.nodes)
-    if written:
+    if _is_written(graph, buffer):
         return "big_copy", (
             "{name} is written while an older value of it is still needed: read what you need "
             "(a few rows) before the write, and do not use or return the older value after it"

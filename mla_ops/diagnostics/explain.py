@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mla_ops._torch_graphs import asks_for_cudagraphs, uncompiled
-from mla_ops.diagnostics.compile_findings import compile_findings
+from mla_ops._torch_graphs import asks_for_cudagraphs, uncompiled, unsupported
+from mla_ops.diagnostics.compile_findings import compile_findings, untraced_findings
 from mla_ops.diagnostics.copy_findings import copy_findings
 from mla_ops.diagnostics.finding import KINDS, Finding, merged
 from mla_ops.diagnostics.graph_findings import graph_findings
@@ -57,7 +57,7 @@ def explain(
         Report: prints as a table; ``.ok`` is True when nothing was found.
 
     Raises:
-        TypeError: both ``args`` and ``inputs`` were given.
+        TypeError: both ``args`` and ``inputs`` were given, or ``inputs`` made no tuple or list.
         ValueError: ``steps`` is below 1.
         RuntimeError: ``strict``, and something was found.
         Exception: what a step raised, if nothing was found that may be its cause.
@@ -67,7 +67,7 @@ def explain(
     if steps < 1:
         raise ValueError(f"explain: steps must be at least 1, got {steps}")
     fn = uncompiled(fn)
-    watcher = Watcher(mode)
+    watcher, known = Watcher(mode), unsupported()
     with measuring(big_bytes) as recorder:
         given = inputs or (lambda step: args)
         error, kept = _run(torch.compile(fn, backend=watcher), watcher, steps, given, kwargs)
@@ -83,7 +83,9 @@ def explain(
         *replay_findings(measured, recorder.graphs, watcher, explained=bool(held)),
         *held,
     ]
-    if error is not None and overwritten is None:
+    if error is None:
+        found += untraced_findings(measured, unsupported() - known)
+    elif overwritten is None:
         if not found:
             raise error
         found.append(_failed(error))
@@ -110,6 +112,12 @@ def _run(
     for step in range(steps):
         watcher.step = step
         args = inputs(step)
+        if not isinstance(args, tuple | list):
+            # A bare tensor would be taken apart into its rows.
+            raise TypeError(
+                f"explain: inputs must return a tuple of the arguments, got {type(args).__name__} "
+                "(return (x,))"
+            )
         torch.compiler.cudagraph_mark_step_begin()
         try:
             compiled(*args, **kwargs)

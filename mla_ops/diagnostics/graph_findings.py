@@ -73,6 +73,8 @@ def _inputs(
         is_static = bool(user and user.is_static) if each.is_static is None else each.is_static
         if is_static or not isinstance(nodes[each.name].meta.get("val"), Tensor):
             continue
+        if watched and each.position in watched.handed_on:
+            continue
         name = user.name if user else each.name
         if each.is_mutated:
             writer = next((n for n in graph.graph.nodes if mutates(n, nodes[each.name])), None)

@@ -27,7 +27,7 @@ def held_tensors(fn: Callable[..., Any]) -> dict[int, str]:
     """
     found: dict[int, str] = {}
     for name, value in _roots(fn):
-        for path, tensor in _walk(name, value, _DEPTH, set()):
+        for path, tensor in _walk(name, value, _DEPTH, {}):
             found.setdefault(storage_id(tensor), path)
     return found
 
@@ -46,13 +46,16 @@ def _roots(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
         yield from names.globals.items()
 
 
-def _walk(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+def _walk(path: str, value: Any, depth: int, seen: dict[int, int]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
         return
-    if depth == 0 or id(value) in seen or inspect.ismodule(value) or isinstance(value, type):
+    if inspect.ismodule(value) or isinstance(value, type):
         return
-    seen.add(id(value))
+    # Met before, but further from the root: less of it was looked at.
+    if depth <= seen.get(id(value), 0):
+        return
+    seen[id(value)] = depth
     for name, item in _items(path, value):
         yield from _walk(name, item, depth - 1, seen)
 

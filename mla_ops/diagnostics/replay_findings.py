@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any
 
 from mla_ops._torch_graphs import OVERWRITTEN
@@ -133,9 +134,11 @@ def _unsteady(graph: WatchedGraph, moving: set[str]) -> Iterator[Finding]:
                 each.name,
                 count=len(addresses) - 1,
             )
-    sizes = list(dict.fromkeys(call.sizes for call in graph.calls))
-    # Sizes that come back are buckets: recorded once, replayed after.
-    if len(sizes) > 1 and 2 * len(sizes) > len(graph.calls):
+    # Sizes that come back after others are buckets: recorded once, replayed after. One that did
+    # not may still.
+    sizes = Counter(size for size, _ in groupby(call.sizes for call in graph.calls))
+    passing = sum(count == 1 for count in sizes.values())
+    if passing > 1 and 2 * len(sizes) > len(graph.calls):
         shown = ", ".join("x".join(map(str, size)) for size in sizes)
         dynamic = next((each for each in graph.inputs if each.where), None)
         yield Finding(

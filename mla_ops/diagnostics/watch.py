@@ -76,6 +76,8 @@ class WatchedGraph:
     calls: list[Call] = field(default_factory=list)
     # Bytes of each input, as of the last call.
     input_bytes: tuple[int, ...] = ()
+    # Positions of inputs that another graph of the same step made: CUDA graphs own them.
+    handed_on: set[int] = field(default_factory=set)
 
 
 class Watcher:
@@ -126,17 +128,17 @@ class Watcher:
             )
         )
         graph.input_bytes = tuple(_bytes(value) for value in args)
-        earlier = {
-            output.storage_id: output
-            for output in self._outputs
-            if output.step < self.step and output.is_live()
-        }
-        if not earlier:
+        made = {output.storage_id: output for output in self._outputs if output.is_live()}
+        if not made:
             return
-        for value, watched in zip(args, graph.inputs, strict=False):
-            output = earlier.get(storage_id(value)) if isinstance(value, Tensor) else None
-            if output is not None:
+        for position, (value, watched) in enumerate(zip(args, graph.inputs, strict=False)):
+            output = made.get(storage_id(value)) if isinstance(value, Tensor) else None
+            if output is None:
+                continue
+            if output.step < self.step:
                 self.fed_back.append(FedBack(output, watched))
+            else:
+                graph.handed_on.add(position)
 
     def _after(self, graph: WatchedGraph, args: tuple[Any, ...], result: Any) -> None:
         given = {storage_id(value) for value in args if isinstance(value, Tensor)}
