@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explain the target and print the report; 1 if ``--strict`` and something was found."""
+    """Explain the target and print it; 1 if a step failed, or ``--strict`` found anything."""
     try:
         factory = _load(options.target)
         with torch.no_grad():
@@ -55,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
             fn, *positional, steps=options.steps, mode=options.mode, **given, **kwargs
         )
     print(report.to_json() if options.json else report)
-    return 1 if options.strict and not report.ok else 0
+    failed = any(finding.kind == "step_failed" for finding in report.findings)
+    return 1 if failed or (options.strict and not report.ok) else 0
 
 
 def _load(target: str) -> Callable[[], Any]:

@@ -111,7 +111,8 @@ def _best(shape: DecodeShape) -> str:
 
 # Where our kernels beat FlashMLA on an H200. The first line decides whose query rows of a
 # sequence (S * H) and batch are no smaller than the call's: there, tables from the third number
-# of tokens wide up to the fourth. Source: scripts/bench_decode.py --sweep, scripts/results/.
+# of tokens wide up to the fourth (0: none). Source: scripts/bench_decode.py --sweep, its result
+# in scripts/results/.
 _ANY = 2**31
 _GLUON_WINS = (
     (16, 16, 0, _ANY),
@@ -211,7 +212,13 @@ def backend_report(
 
     Returns:
         BackendReport: print it, or read ``reasons`` and ``choice``.
+
+    Raises:
+        ValueError: ``page_size`` or ``max_seq_len`` is not positive.
     """
+    for name, size in (("page_size", page_size), ("max_seq_len", max_seq_len)):
+        if size < 1:
+            raise ValueError(f"backend_report: {name} must be positive, got {size} (mend it)")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     max_pages = -(-max_seq_len // page_size)

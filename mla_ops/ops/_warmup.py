@@ -28,7 +28,7 @@ def warmup(
     causal: bool = True,
     attn_sink: bool = False,
     backend: str = "auto",
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
 ) -> None:
     """Compile what a model's decode steps will need, by running each on one page.
 
@@ -48,10 +48,10 @@ def warmup(
         causal: as the model will call ``mla_decode``.
         attn_sink: whether the model gives sinks.
         backend: as the model will name it.
-        device: where the model lies.
+        device: where the model lies; None means CUDA if there is one, else CPU.
 
     Raises:
-        ValueError: a batch size is not positive, or an argument does not fit ``mla_decode``.
+        ValueError: a size is not positive, or an argument does not fit ``mla_decode``.
         BackendUnavailableError: the named backend cannot run such a call; lists every reason.
         RuntimeError: called inside a compiled region or a capture.
     """
@@ -60,15 +60,20 @@ def warmup(
         raise RuntimeError(
             f"warmup: must run outside of graphs, got called in {where} (call it before)"
         )
+    sizes = {"page_size": page_size, "max_seq_len": max_seq_len, "num_heads_q": num_heads_q}
+    batches = tuple(batch_sizes)
+    for name, size in [*sizes.items(), *(("batch_sizes", batch) for batch in batches)]:
+        if size < 1:
+            raise ValueError(f"warmup: {name} must be positive, got {size} (mend or leave it out)")
+    if not batches:
+        raise ValueError("warmup: batch_sizes must not be empty, got () (name every captured B)")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     head_dim, pages = latent_dim + rope_dim, ceil_div(max_seq_len, page_size)
     with torch.inference_mode():
         kv_cache = torch.zeros((1, page_size, 1, head_dim), dtype=dtype, device=device)
         sink = torch.zeros((num_heads_q,), device=device) if attn_sink else None
-        for batch in batch_sizes:
-            if batch < 1:
-                raise ValueError(
-                    f"warmup: batch_sizes must be positive, got {batch} (leave it out)"
-                )
+        for batch in batches:
             lengths = torch.ones((batch,), dtype=torch.int32, device=device)
             slots = torch.full((batch * seqlen_q,), -1, dtype=torch.int64, device=device)
             tokens = kv_cache.new_zeros((batch * seqlen_q, head_dim))

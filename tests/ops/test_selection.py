@@ -125,3 +125,9 @@ def test_choice_fits_the_committed_sweep(without):
     assert len(lost) == 190
     assert min(lost) >= 0.95
     assert sum(ratio < 0.97 for ratio in lost) <= len(lost) // 100
+
+
+@pytest.mark.parametrize("name", ["page_size", "max_seq_len"])
+def test_report_refuses_a_size_without_meaning(name):
+    with pytest.raises(ValueError, match=f"backend_report: {name} must be positive, got 0"):
+        backend_report(**{name: 0})

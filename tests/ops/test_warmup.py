@@ -34,10 +34,21 @@ def test_runs_each_batch_size_as_the_model_will(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("batch", [0, -1])
-def test_refuses_a_batch_size_without_rows(batch):
-    with pytest.raises(ValueError, match=f"batch_sizes must be positive, got {batch}"):
-        mla_ops.warmup(num_heads_q=16, batch_sizes=(batch,), max_seq_len=64, device="cpu")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_sizes": (2, 0)}, "batch_sizes must be positive, got 0"),
+        ({"batch_sizes": ()}, "batch_sizes must not be empty"),
+        ({"max_seq_len": -100}, "max_seq_len must be positive, got -100"),
+        ({"page_size": 0}, "page_size must be positive, got 0"),
+        ({"num_heads_q": -1}, "num_heads_q must be positive, got -1"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_refuses_sizes_without_meaning(change, message):
+    given = {"num_heads_q": 16, "batch_sizes": (1,), "max_seq_len": 64, **change}
+    with pytest.raises(ValueError, match=message):
+        mla_ops.warmup(**given, device="cpu")
 
 
 def test_a_backend_that_cannot_run_raises():
