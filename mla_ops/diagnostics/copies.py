@@ -7,32 +7,23 @@ used where there is no code to read (graphs traced for a device this machine lac
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
-__all__ = ["BigCopy", "Size", "graph_copies", "graph_inputs", "size_of", "symbol_hints"]
+from mla_ops.inductor.nodes import COPYING, Size, operator_name, size_hint, size_of
 
-# Names of operators whose whole result comes from one input of the same size, up to a few rows.
-COPYING = frozenset(
-    (
-        *(
-            "aten.clone",
-            "aten.copy",
-            "aten._to_copy",
-            "aten.contiguous",
-            "aten.cat",
-            "aten.repeat",
-        ),
-        *("aten.index_put", "aten._unsafe_index_put", "aten.index_copy", "aten.index_add"),
-        *("aten.index_fill", "aten.scatter", "aten.scatter_add", "aten.scatter_reduce"),
-        *("aten.masked_scatter", "aten.slice_scatter", "aten.select_scatter"),
-        *("aten.as_strided_scatter", "aten.diagonal_scatter"),
-        *("prims.convert_element_type", "prims.clone", "mla_ops.snapshot"),
-    )
-)
+__all__ = [
+    "COPYING",
+    "BigCopy",
+    "Size",
+    "graph_copies",
+    "graph_inputs",
+    "operator_name",
+    "size_of",
+    "symbol_hints",
+]
 
 
 class BigCopy(NamedTuple):
@@ -47,35 +38,6 @@ class BigCopy(NamedTuple):
     bytes: int
     where: str
     buffers: tuple[str, ...] = ()
-
-
-class Size(NamedTuple):
-    """Elements of a buffer and bytes of each."""
-
-    numel: int
-    itemsize: int
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole buffer."""
-        return self.numel * self.itemsize
-
-
-def operator_name(target: Any) -> str:
-    """Name an operator as ``namespace.name``; its overload is left out."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target.overloadpacket).replace("::", ".")
-    return str(getattr(target, "__name__", target))
-
-
-def size_of(value: Any) -> Size | None:
-    """Measure a (fake) tensor, symbolic sizes by the sizes it was traced with."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    sizes = [_hint(size) for size in value.shape]
-    if any(size is None for size in sizes):
-        return None
-    return Size(math.prod(size for size in sizes if size is not None), value.element_size())
 
 
 def graph_inputs(graph: fx.Graph) -> dict[str, Size]:
@@ -95,7 +57,7 @@ def symbol_hints(graph: fx.Graph) -> dict[str, int]:
         value = node.meta.get("val") if node.op == "placeholder" else None
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
             if isinstance(size, torch.SymInt):
-                hint = _hint(size)
+                hint = size_hint(size)
                 if hint is not None:
                     hints[str(size.node.expr)] = hint
     return hints
@@ -128,10 +90,3 @@ def _written(node: fx.Node, name: str) -> Size | None:
             return None
         return size_of(target.meta.get("val"))
     return size_of(node.meta.get("val")) if name in COPYING else None
-
-
-def _hint(size: Any) -> int | None:
-    if isinstance(size, int):
-        return size
-    hint = getattr(size.node, "hint", None) if isinstance(size, torch.SymInt) else None
-    return None if hint is None else int(hint)

@@ -162,17 +162,28 @@ class _Reader:
             operator = ".".join(name.split(".")[2:4])
             self.facts.launches[operator] += 1
             if operator in COPYING and node.args:
-                self._operator_copy(operator, self._root(node.args[0]))
+                self._operator_copy(operator, node.args[0])
         elif name.endswith(".copy_") and isinstance(node.func, ast.Attribute) and node.args:
             target, source = self._root(node.func.value), self._root(node.args[0])
             if target != source and self._big(target):
-                self._operator_copy("copy_", source, target)
+                self._operator_copy("copy_", node.args[0], target)
 
-    def _operator_copy(self, operator: str, source: str | None, target: str | None = None) -> None:
-        size = self._big(source)
-        if size is not None:
+    def _operator_copy(self, operator: str, copied: ast.expr, target: str | None = None) -> None:
+        source = self._root(copied)
+        size = self._view_size(copied, self._big(source))
+        if size is not None and size.bytes >= self._big_bytes:
             buffers = tuple(name for name in (source, target) if name)
             self.facts.copies.append(BigCopy(size.bytes, f"{operator}({source})", buffers))
+
+    def _view_size(self, node: ast.expr, whole: Size | None) -> Size | None:
+        """Measure a ``reinterpret_tensor`` of a buffer by its own sizes, where they show."""
+        if whole is None or not isinstance(node, ast.Call) or len(node.args) < 2:
+            return whole
+        if not isinstance(node.args[1], ast.Tuple):
+            return whole
+        sizes = [self._number(size) for size in node.args[1].elts]
+        numel = math.prod(size for size in sizes if size is not None)
+        return whole if None in sizes else Size(numel, whole.itemsize)
 
     def _big(self, name: str | None) -> Size | None:
         size = None if name is None else self._buffers.get(name)

@@ -4,40 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from pathlib import Path
 
-import torch
+from mla_ops.inductor.nodes import user_frame, user_line
 
 __all__ = ["member", "readable_name", "shown_line", "user_frame", "user_line"]
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-# Code that the user did not write: torch, and this package.
-_FOREIGN = (
-    os.path.dirname(torch.__file__) + os.sep,
-    str(Path(__file__).resolve().parent.parent) + os.sep,
-)
 # How Dynamo spells locals and globals, and what registers tensors and modules by name.
 _SPELLED = re.compile(r"\b[LG]\['(\w+)'\]")
 _REGISTERED = re.compile(r"\._(?:parameters|buffers|modules)\['([^']+)'\]")
-
-
-def user_frame(frames: Sequence[tuple[str, int]]) -> str | None:
-    """Return "file:line" of the innermost frame outside torch and this package.
-
-    Args:
-        frames: (file, line), the innermost last. Where all are inside, the innermost is told.
-    """
-    if not frames:
-        return None
-    own = [frame for frame in frames if not frame[0].startswith(_FOREIGN)]
-    file, line = (own or frames)[-1]
-    return f"{file}:{line}"
-
-
-def user_line(stack_trace: str | None) -> str | None:
-    """Return the user's "file:line" in a stack trace printed by Python; None if it has none."""
-    return user_frame([(file, int(line)) for file, line in _FRAME.findall(stack_trace or "")])
 
 
 def readable_name(source: str) -> str:

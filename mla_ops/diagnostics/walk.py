@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from mla_ops.diagnostics.lines import user_line
+from mla_ops.inductor.nodes import is_view, root_of
 
 __all__ = ["ancestors", "descendants", "first_write", "is_view", "line_of", "mutates", "root_of"]
 
@@ -19,23 +20,6 @@ _VIEWS = frozenset(
         *("expand", "diagonal", "view_as", "detach", "unfold", "as_strided", "swapaxes"),
     )
 )
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """Follow views to the node whose memory they are."""
-    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def is_view(node: fx.Node) -> bool:
-    """Tell whether a node's result lies in the memory of its first argument."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    infos = [result.alias_info for result in target._schema.returns]
-    aliases = any(info is not None and not info.is_write for info in infos)
-    return aliases or target._schema.name == "aten::reshape"
 
 
 def mutates(node: fx.Node, tensor: fx.Node) -> bool:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from mla_ops._torch import storage_id
-from mla_ops.inductor.snapshot import is_mutation, mutated_bases, put_snapshot
+from mla_ops.inductor.nodes import is_mutation, is_view, mutated_bases, root_of
+from mla_ops.inductor.snapshot import put_snapshot, snapshot_op
 
 __all__ = ["keep_escaping_values", "note_fresh_outputs"]
 
@@ -49,11 +50,10 @@ def keep_escaping_values(graph: fx.Graph) -> None:
     final = {node.args[0]: node.args[1] for node in graph.nodes if node.target is _COPY}
     kept: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.target is _COPY and isinstance(node.args[1], fx.Node):
-            written = _written_value(node.args[1])
-            buffer = None if written is None else _buffer(written)
-            if buffer is not None and final.get(buffer) is not written:
-                node.args = (node.args[0], _kept(node.args[1], kept), *node.args[2:])
+        if node.target is snapshot_op:
+            _take_early(node)
+        elif node.target is _COPY and _is_overwritten(node.args[1], node.args[0], final):
+            node.args = (node.args[0], _kept(node.args[1], kept), *node.args[2:])
     output = _output(graph)
     if output is None:
         return
@@ -64,6 +64,21 @@ def keep_escaping_values(graph: fx.Graph) -> None:
         if written is not None and _buffer(written) is not None:
             values[index] = _kept(value, kept)
     output.args = (tuple(values),)
+
+
+def _take_early(snapshot: fx.Node) -> None:
+    """Move a snapshot to the value it is of.
+
+    Inductor moves nodes to their first use: behind the next mutation, which then could not be in
+    place, for an older value would be alive.
+    """
+    source = snapshot.args[0]
+    while isinstance(source, fx.Node) and source.op == "placeholder":
+        if source.next.op != "placeholder":
+            break
+        source = source.next
+    if isinstance(source, fx.Node):
+        source.append(snapshot)
 
 
 def _output(graph: fx.Graph) -> fx.Node | None:
@@ -77,6 +92,20 @@ def _outputs(output: fx.Node) -> list[Any]:
     return list(values)
 
 
+def _is_overwritten(value: Any, target: Any, final: dict[Any, Any]) -> bool:
+    """Tell whether ``value``, copied to ``target`` at the end, lies where others write."""
+    if not isinstance(value, fx.Node):
+        return False
+    written = _written_value(value)
+    if written is not None:
+        buffer = _buffer(written)
+        return buffer is not None and final.get(buffer) is not written
+    buffer = root_of(value)
+    last = final.get(buffer)
+    # The value a buffer had at first, when an operator of ours made its last one.
+    return buffer is not target and isinstance(last, fx.Node) and _written_value(last) is not None
+
+
 def _kept(value: fx.Node, kept: dict[fx.Node, fx.Node]) -> fx.Node:
     if value not in kept:
         kept[value] = put_snapshot(value, value)
@@ -86,7 +115,7 @@ def _kept(value: fx.Node, kept: dict[fx.Node, fx.Node]) -> fx.Node:
 def _written_value(node: fx.Node) -> fx.Node | None:
     """Return the result of an operator of ours that ``node`` is, or is a view of."""
     while not _is_written(node):
-        if not _is_view(node) or not isinstance(node.args[0], fx.Node):
+        if not is_view(node) or not isinstance(node.args[0], fx.Node):
             return None
         node = node.args[0]
     return node
@@ -107,17 +136,6 @@ def _is_written(node: fx.Node) -> bool:
         node.target is operator.getitem
         and isinstance(node.args[0], fx.Node)
         and is_mutation(node.args[0])
-    )
-
-
-def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if node.target is torch.ops.aten.reshape.default:
-        return True
-    returns = node.target._schema.returns
-    return bool(returns) and all(
-        result.alias_info is not None and not result.alias_info.is_write for result in returns
     )
 
 

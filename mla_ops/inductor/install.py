@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from inspect import getsource
 from typing import Any
 
 from torch import fx
 
+from mla_ops._torch_compile import GeneratedCode, generated_code
 from mla_ops.inductor.dedup import collapse_metadata
 from mla_ops.inductor.escape import keep_escaping_values, note_fresh_outputs
 from mla_ops.inductor.fusion import check_reads_by_every_name, check_reads_by_first_name
+from mla_ops.inductor.repair import keep_slices
+from mla_ops.inductor.report import POOL_BYTES, report_pool_copies
 from mla_ops.inductor.snapshot import keep_copies
 
 __all__ = ["SWITCH", "enable", "install", "installed", "uninstall"]
@@ -63,21 +66,41 @@ def installed() -> bool:
 def _holds(slot: str, own: Callable[[fx.Graph], None]) -> bool:
     import torch._inductor.config as config
 
-    return getattr(getattr(config, slot), "own", None) is own
+    each = getattr(config, slot)
+    while each is not None and getattr(each, "own", None) is not own:
+        each = getattr(each, "previous", None)
+    return each is not None
 
 
 @contextmanager
-def enable() -> Iterator[None]:
-    """Collapse identical metadata computations of one step, in compilations inside this context.
+def enable(*, strict: bool = False, pool_bytes: int = POOL_BYTES) -> Iterator[None]:
+    """Spend fewer launches and copies in compilations inside this context, and report the rest.
 
-    Two calls collapse only when every argument and every written buffer is the same value and
-    nothing between them wrote any of it. A pass the user set on
-    ``torch._inductor.config.post_grad_custom_pre_pass`` runs first.
+    Identical metadata computations of one step collapse to one: every argument and every written
+    buffer is the same value and nothing between them wrote any of it. Where an older value of a
+    mutated buffer is alive through a slice, the slice is copied instead of the buffer. Copies of
+    a whole mutated buffer that remain are reported with the line that asks for them. Passes the
+    user set on ``torch._inductor.config`` (``post_grad_custom_pre_pass``,
+    ``post_grad_custom_post_pass``) run first.
+
+    Args:
+        strict: fail the compilation instead of warning.
+        pool_bytes: bytes of the smallest buffer whose copies are reported.
+
+    Raises:
+        RuntimeError: from the compiled call in strict mode, with the copies and their lines.
     """
     import torch._inductor.config as config
 
-    ours = _beside(config.post_grad_custom_pre_pass, _collapse)
-    with config.patch(post_grad_custom_pre_pass=ours):
+    def report(seen: GeneratedCode) -> None:
+        if seen.graph is not None:
+            report_pool_copies(seen.graph, pool_bytes, strict=strict)
+
+    slots = {"post_grad_custom_pre_pass": _collapse, "post_grad_custom_post_pass": _keep_parts}
+    # A graph from a cache is not generated again: what was not reported is another graph.
+    mark = ("strict" if strict else "warn", pool_bytes)
+    passes = {slot: _beside(getattr(config, slot), own, mark) for slot, own in slots.items()}
+    with config.patch(passes), generated_code(report):
         yield
 
 
@@ -95,6 +118,10 @@ def _collapse(graph: fx.Graph) -> None:
     collapse_metadata(graph)
 
 
+def _keep_parts(graph: fx.Graph) -> None:
+    keep_slices(graph)
+
+
 _DEFAULT = {
     "joint_custom_pre_pass": _keep_views_and_copies,
     "post_grad_custom_post_pass": _keep_values,
@@ -104,11 +131,15 @@ _SOURCES: dict[Any, tuple[Any, ...]] = {
     _keep_views_and_copies: (keep_copies, check_reads_by_every_name, _keep_views_and_copies),
     _keep_values: (keep_escaping_values,),
     _collapse: (collapse_metadata,),
+    _keep_parts: (keep_slices,),
 }
 
 
-def _beside(previous: Any, own: Callable[[fx.Graph], None]) -> Any:
-    """Return a pass that runs ``previous`` (None, a pass or a sequence of them), then ``own``."""
+def _beside(previous: Any, own: Callable[[fx.Graph], None], mark: Hashable = None) -> Any:
+    """Return a pass that runs ``previous`` (None, a pass or a sequence of them), then ``own``.
+
+    ``mark`` enters the compile caches beside the text of ``own``.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     passes = tuple(previous) if isinstance(previous, (list, tuple)) else (previous,)
@@ -128,7 +159,7 @@ def _beside(previous: Any, own: Callable[[fx.Graph], None]) -> Any:
             # A user's pass without a uuid bypasses the compile caches, and so must the pair.
             if None in ids:
                 return None
-            return (own.__name__, hashlib.sha256(_sources(own)).hexdigest(), *ids)
+            return (own.__name__, hashlib.sha256(_sources(own)).hexdigest(), mark, *ids)
 
     return Beside()
 

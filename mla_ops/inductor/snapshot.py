@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mla_ops.inductor.nodes import is_mutation, mutated_bases
 from mla_ops.ops._library import LIBRARY
 
-__all__ = ["is_mutation", "keep_copies", "mutated_bases", "put_snapshot"]
+__all__ = ["keep_copies", "put_snapshot", "snapshot_op"]
 
 _NAME = "snapshot"
 
@@ -52,27 +53,6 @@ def keep_copies(graph: fx.Graph) -> None:
             for base in mutated_bases(node):
                 if _may_be_dropped(base):
                     _protect(base)
-
-
-def is_mutation(node: fx.Node) -> bool:
-    """Tell whether ``node`` is the functional form of an operator of ours that mutates."""
-    if node.op != "call_function" or "auto_functionalized" not in str(node.target):
-        return False
-    operator = node.args[0] if node.args else None
-    return getattr(operator, "namespace", None) == "mla_ops"
-
-
-def mutated_bases(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory the functionalised call mutates, of either protocol."""
-    bases: Any = node.kwargs.get("_all_bases")
-    if bases is None:
-        operator: Any = node.args[0]
-        bases = [
-            node.kwargs.get(argument.name)
-            for argument in operator._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-    return [base for base in bases if isinstance(base, fx.Node)]
 
 
 def _may_be_dropped(base: fx.Node) -> bool:

@@ -121,6 +121,31 @@ def copied_between():
     return differs(step, given=lambda x: (x[:3].clone(), x[3:].clone()))
 
 
+def copied_before():
+    """The first value of an input is copied to another input: it gets the last value."""
+
+    def step(pair):
+        x, y = pair
+        z = x.sum()
+        y.copy_(x)
+        add_(x, 2.0)
+        return (z,)
+
+    return differs(step, given=lambda x: (x[:3].clone(), x[3:].clone()))
+
+
+def moved_elements_of_a_view():
+    """The same within a view, with no operator of ours: the loop reads what it has written."""
+
+    def step(x):
+        view = x[1:2].squeeze(0)
+        flat = view.view(40)
+        view.copy_(view.flip(0))
+        return (torch.mm(flat.view(8, 5), x[0].t()),)
+
+    return differs(step)
+
+
 def two_views_of_one_storage():
     """One operator writes two inputs that are views of one storage: rows nobody wrote change."""
     return differs(lambda pair: add_both_(*pair), given=lambda x: (x[1:3], x[4:]))
@@ -151,7 +176,9 @@ CANARIES = {
     "absolute_offset": absolute_offset,
     "kept_between": kept_between,
     "copied_between": copied_between,
+    "copied_before": copied_before,
     "moved_elements": moved_elements,
+    "moved_elements_of_a_view": moved_elements_of_a_view,
     "two_views_of_one_storage": two_views_of_one_storage,
     "whole_base_cloned": whole_base_cloned,
 }

@@ -103,6 +103,14 @@ def copied_between(pools, tokens):
     return (attend(second, tokens),)
 
 
+def copied_before(pools, tokens):
+    first, second = pools
+    before = attend(second, tokens)
+    first.copy_(second)
+    append_kv_(second, tokens.kv_c, tokens.k_pe, tokens.slots)
+    return before, attend(first, tokens)
+
+
 def written_then_moved(move):
     def step(pool, tokens):
         append_kv_(pool, tokens.kv_c, tokens.k_pe, tokens.slots)
@@ -242,6 +250,7 @@ HOLDERS = [
     Holder("kept_between_writes", one(same), kept_between(torch.clone), must=False),
     Holder("slice_kept_between_writes", one(same), kept_between(lambda x: x[:2].clone()), False),
     Holder("copied_between_writes", lambda p: list(p.clone()), copied_between, must=False),
+    Holder("copied_before_write", lambda p: [x.clone() for x in p], copied_before, must=False),
     Holder("written_then_flipped", one(same), written_then_moved(lambda x: x.flip(0)), False),
     Holder("written_then_rolled", one(same), written_then_moved(lambda x: x.roll(1, 0)), False),
     Holder("moved_then_written", one(same), moved_then_written, must=False),

@@ -73,8 +73,8 @@ _WRITES = (
     "{0}[0].fill_(7.0)",
     "{0}[:, 0].zero_()",
     "{0}[-1:] = 3.0",
-    "{0}.copy_({0}.flip(0))",
 )
+_MOVES = ("{0}.copy_({0}.flip(0))", "{0}.copy_({0}.roll(1, 0))")
 _READS = ("{0} + 0", "{0}", "{0}[0] * 2", "{0}.sum()", "{0}[-1:]", "{0}.clone()")
 _APPEND = "append_kv_({}, t.kv[{}], t.pe[{}], t.slots[{}])"
 _DECODE = (
@@ -91,8 +91,9 @@ _METADATA = ("mla_metadata(t.lengths, num_heads_q=2)", "buffers.update(t.lengths
 class _Writer:
     """Draws one statement after the other and remembers what every variable is."""
 
-    def __init__(self, draw):
+    def __init__(self, draw, *, whole_inputs):
         self.draw = draw
+        self.whole_inputs = whole_inputs
         self.lines = []
         self.caches = {name: Cache(PAGES, PAGE_SIZE, False) for name in ("c0", "c1")}
         self.states, self.plans, self.values = [], [], []
@@ -126,7 +127,11 @@ class _Writer:
         self.lines.append(_APPEND.format(self.pick(self.caches), numbers[0], *numbers))
 
     def write(self):
-        self.lines.append(self.pick(_WRITES).format(self.pick(self.caches)))
+        name = self.pick(self.caches)
+        # Moving elements within a view taken inside goes wrong in Inductor with aten alone
+        # (canaries.py, moved_elements_of_a_view): a mutation that is not ours.
+        whole = name in ("c0", "c1") and self.whole_inputs
+        self.lines.append(self.pick(_WRITES + _MOVES * whole).format(name))
 
     def copy_across(self):
         target, source = self.pick(self.caches), self.pick(self.caches)
@@ -180,8 +185,8 @@ _STATEMENTS = (
 @st.composite
 def programs(draw, backends=("inductor", "inductor", "inductor", "aot_eager")):
     """Draw a program of 2 to 9 statements with at least one mutation through an operator."""
-    writer = _Writer(draw)
     holder = draw(st.sampled_from(sorted(HOLDERS)))
+    writer = _Writer(draw, whole_inputs=HOLDERS[holder][1][0].endswith(("held", "held.pools")))
     if holder not in ("padded", "expanded"):
         writer.caches = {name: Cache(PAGES, PAGE_SIZE, True) for name in ("c0", "c1")}
     for _ in range(draw(st.integers(1, 8))):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._inductor.config as config
 from holders import HOLDERS
-from test_holders import run
+from matrix import equal, run
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
@@ -31,12 +31,7 @@ def fresh_config():
 
 
 def differs(name, dynamic):
-    ours, theirs = run(BY_NAME[name], "inductor", dynamic)
-    return any(
-        not torch.allclose(mine, eager, atol=1e-5)
-        for trace, expected in zip(ours, theirs, strict=True)
-        for mine, eager in zip(trace, expected, strict=True)
-    )
+    return not equal(*run(BY_NAME[name], "inductor", dynamic))
 
 
 @pytest.mark.parametrize(

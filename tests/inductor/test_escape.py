@@ -1,0 +1,90 @@
+"""What leaves a compiled step: a copy stays a copy, and the cache itself costs none."""
+
+import pytest
+import torch
+from pools import make_pool, make_tokens
+from torch._inductor.utils import run_and_get_code
+
+from mla_ops import append_kv_
+from mla_ops._torch_compile import caches_off
+
+
+def compiled(step, *arguments):
+    torch._dynamo.reset()
+    with torch.inference_mode(), caches_off():
+        return run_and_get_code(torch.compile(step, fullgraph=True), *arguments)
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [torch.clone, lambda x: x[:2].clone(), lambda x: x + 0, lambda x: torch.cat([x[1:]])],
+    ids=["whole", "slice", "plus_zero", "cat"],
+)
+def test_a_returned_copy_is_memory_of_its_own(copy):
+    """Symptom: the next step changed what the last one had returned."""
+    pool, tokens = make_pool()[0].clone(), make_tokens()
+
+    def step(pool, kv_c):
+        append_kv_(pool, kv_c, tokens.k_pe, tokens.slots)
+        return copy(pool)
+
+    result, _ = compiled(step, pool, tokens.kv_c)
+    expected = copy(pool)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    pool.fill_(7.0)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_the_cache_and_views_of_it_are_returned_without_a_copy():
+    pool, tokens = make_pool()[0].clone(), make_tokens()
+
+    def step(pool, kv_c):
+        append_kv_(pool, kv_c, tokens.k_pe, tokens.slots)
+        return pool, pool[:2], pool.view(-1)
+
+    (whole, part, flat), (code, *_) = compiled(step, pool, tokens.kv_c)
+    assert {whole.data_ptr(), part.data_ptr(), flat.data_ptr()} == {pool.data_ptr()}
+    assert "mla_ops.snapshot" not in code
+    assert "empty_strided" not in code.split("def call")[1].split("runner =")[0]
+
+
+def test_two_caches_change_places():
+    pools, tokens = list(make_pool().clone()), make_tokens()
+    first, second = (pool.clone() for pool in pools)
+
+    def step(pools, kv_c):
+        a, b = pools
+        append_kv_(a, kv_c, tokens.k_pe, tokens.slots)
+        append_kv_(b, kv_c * 2, tokens.k_pe, tokens.slots)
+        older = a.clone()
+        a.copy_(b)
+        b.copy_(older)
+
+    compiled(step, pools, tokens.kv_c)
+    step((first, second), tokens.kv_c)
+    torch.testing.assert_close(pools, [first, second], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_ahead_of_time_too(tmp_path):
+    """The passes run in torch.export and AOTInductor: a clone between two writes stays one."""
+    tokens = make_tokens()
+
+    class Step(torch.nn.Module):
+        def forward(self, pool, kv_c):
+            append_kv_(pool, kv_c, tokens.k_pe, tokens.slots)
+            older = pool.clone()
+            append_kv_(pool, kv_c * 2, tokens.k_pe, tokens.slots)
+            append_kv_(older, kv_c * 3, tokens.k_pe, tokens.other_slots)
+            return older, pool.sum()
+
+    pool, kv_c = make_pool()[0].clone(), tokens.kv_c
+    with torch.no_grad(), caches_off():
+        program = torch.export.export(Step(), (pool.clone(), kv_c))
+        package = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "step.pt2")
+        )
+        ours, theirs = pool.clone(), pool.clone()
+        got = torch._inductor.aoti_load_package(package)(ours, kv_c)
+        expected = Step()(theirs, kv_c)
+    torch.testing.assert_close([*got, ours], [*expected, theirs])
