@@ -60,8 +60,7 @@ def keep_escaping_values(graph: fx.Graph) -> None:
     values = _outputs(output)
     fresh = output.meta.get(_FRESH, [True] * len(values))
     for index, value in enumerate(values):
-        written = _written_value(value) if isinstance(value, fx.Node) and fresh[index] else None
-        if written is not None and _buffer(written) is not None:
+        if fresh[index] and _is_alias(value, final):
             values[index] = _kept(value, kept)
     output.args = (tuple(values),)
 
@@ -100,10 +99,21 @@ def _is_overwritten(value: Any, target: Any, final: dict[Any, Any]) -> bool:
     if written is not None:
         buffer = _buffer(written)
         return buffer is not None and final.get(buffer) is not written
-    buffer = root_of(value)
-    last = final.get(buffer)
-    # The value a buffer had at first, when an operator of ours made its last one.
-    return buffer is not target and isinstance(last, fx.Node) and _written_value(last) is not None
+    return root_of(value) is not target and _is_first_value(value, final)
+
+
+def _is_alias(value: Any, final: dict[Any, Any]) -> bool:
+    """Tell whether ``value``, returned, lies in an input that an operator of ours writes."""
+    if not isinstance(value, fx.Node):
+        return False
+    written = _written_value(value)
+    return _is_first_value(value, final) if written is None else _buffer(written) is not None
+
+
+def _is_first_value(value: fx.Node, final: dict[Any, Any]) -> bool:
+    """Tell whether ``value`` is what a buffer was before an operator of ours wrote its last."""
+    last = final.get(root_of(value))
+    return isinstance(last, fx.Node) and _written_value(last) is not None
 
 
 def _kept(value: fx.Node, kept: dict[fx.Node, fx.Node]) -> fx.Node:
