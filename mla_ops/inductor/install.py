@@ -16,6 +16,7 @@ from mla_ops._torch_compile import GeneratedCode, generated_code
 from mla_ops.inductor.dedup import collapse_metadata
 from mla_ops.inductor.escape import keep_escaping_values, note_fresh_outputs
 from mla_ops.inductor.fusion import check_reads_by_every_name, check_reads_by_first_name
+from mla_ops.inductor.lowering import lower_mutations, lower_storage_offset
 from mla_ops.inductor.repair import keep_slices
 from mla_ops.inductor.report import POOL_BYTES, report_pool_copies
 from mla_ops.inductor.snapshot import keep_copies
@@ -107,7 +108,8 @@ def enable(*, strict: bool = False, pool_bytes: int = POOL_BYTES) -> Iterator[No
 def _keep_views_and_copies(graph: fx.Graph) -> None:
     keep_copies(graph)
     note_fresh_outputs(graph)
-    _lower_storage_offset()
+    lower_storage_offset()
+    lower_mutations()
 
 
 def _keep_values(graph: fx.Graph) -> None:
@@ -128,7 +130,10 @@ _DEFAULT = {
 }
 # What decides over the generated code enters the compile caches by its text.
 _SOURCES: dict[Any, tuple[Any, ...]] = {
-    _keep_views_and_copies: (keep_copies, check_reads_by_every_name, _keep_views_and_copies),
+    _keep_views_and_copies: (
+        *(keep_copies, note_fresh_outputs, check_reads_by_every_name, lower_mutations),
+        _keep_views_and_copies,
+    ),
     _keep_values: (keep_escaping_values,),
     _collapse: (collapse_metadata,),
     _keep_parts: (keep_slices,),
@@ -167,24 +172,3 @@ def _beside(previous: Any, own: Callable[[fx.Graph], None], mark: Hashable = Non
 def _sources(own: Callable[[fx.Graph], None]) -> bytes:
     modules = [sys.modules[part.__module__] for part in _SOURCES[own]]
     return "\n".join(map(getsource, modules)).encode()
-
-
-def _lower_storage_offset() -> None:
-    """Lower aten.sym_storage_offset to the expression it was traced as.
-
-    Without a lowering its fallback runs on tensors rebuilt without an offset: an operator that
-    mutates ``kvs[i]`` inside the region then writes layer 0, silently (dynamic shapes).
-    """
-    import torch
-    from torch._inductor import lowering
-
-    op = torch.ops.aten.sym_storage_offset.default
-    if op in lowering.lowerings:
-        return
-
-    @lowering.register_lowering(op)
-    def sym_storage_offset(_tensor: Any) -> Any:
-        from torch._inductor.virtualized import V
-
-        value = V.graph.current_node.meta["val"]
-        return getattr(getattr(value, "node", None), "expr", value)

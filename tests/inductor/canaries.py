@@ -84,6 +84,20 @@ def absolute_offset():
     return differs(lambda x: add_(x[:2], 1.0), given=lambda x: x[3:], backend="aot_eager")
 
 
+def computed_before():
+    """What is computed of an input before it is written is computed after.
+
+    An operator that mutates takes its place before the readers of its argument are realised.
+    """
+
+    def step(pair):
+        x, y = pair
+        y.copy_(x * 2)
+        add_(x, 2.0)
+
+    return differs(step, given=lambda x: (x[:3].clone(), x[3:].clone()))
+
+
 def moved_elements():
     """Elements of a mutated buffer are moved within it: a loop reads what it has written.
 
@@ -177,6 +191,7 @@ CANARIES = {
     "kept_between": kept_between,
     "copied_between": copied_between,
     "copied_before": copied_before,
+    "computed_before": computed_before,
     "moved_elements": moved_elements,
     "moved_elements_of_a_view": moved_elements_of_a_view,
     "two_views_of_one_storage": two_views_of_one_storage,

@@ -65,6 +65,22 @@ def test_two_caches_change_places():
     torch.testing.assert_close(pools, [first, second], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("compute", [lambda x: x * 2, lambda x: x.flip(0)], ids=["mul", "flip"])
+def test_what_is_computed_of_a_cache_before_a_write_is_of_the_value_then(compute):
+    """Symptom: ``other.copy_(kv * 2); append_kv_(kv, ...)`` copied what was appended, too."""
+    pools, tokens = list(make_pool().clone()), make_tokens()
+    first, second = (pool.clone() for pool in pools)
+
+    def step(pools, kv_c):
+        a, b = pools
+        b.copy_(compute(a))
+        append_kv_(a, kv_c, tokens.k_pe, tokens.slots)
+
+    compiled(step, pools, tokens.kv_c)
+    step((first, second), tokens.kv_c)
+    torch.testing.assert_close(pools, [first, second], rtol=0, atol=0)
+
+
 @pytest.mark.slow
 def test_ahead_of_time_too(tmp_path):
     """The passes run in torch.export and AOTInductor: a clone between two writes stays one."""
