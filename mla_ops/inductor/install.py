@@ -16,7 +16,7 @@ from mla_ops._torch_compile import GeneratedCode, generated_code
 from mla_ops.inductor.dedup import collapse_metadata
 from mla_ops.inductor.escape import keep_escaping_values, note_fresh_outputs
 from mla_ops.inductor.fusion import check_reads_by_every_name, check_reads_by_first_name
-from mla_ops.inductor.lowering import lower_mutations, lower_storage_offset
+from mla_ops.inductor.lowering import forget_lowerings, lower_mutations, lower_storage_offset
 from mla_ops.inductor.repair import keep_slices
 from mla_ops.inductor.report import POOL_BYTES, report_pool_copies
 from mla_ops.inductor.snapshot import keep_copies
@@ -50,10 +50,11 @@ def install() -> bool:
 
 
 def uninstall() -> None:
-    """Give Inductor back the passes the user had, and its own rule of fusion."""
+    """Give Inductor back the passes the user had, its own rule of fusion and its lowerings."""
     import torch._inductor.config as config
 
     check_reads_by_first_name()
+    forget_lowerings()
     for slot, own in _DEFAULT.items():
         if _holds(slot, own):
             setattr(config, slot, getattr(config, slot).previous)

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["lower_mutations", "lower_storage_offset"]
+__all__ = ["forget_lowerings", "lower_mutations", "lower_storage_offset"]
 
 _MUTATING = ("append_kv_", "mla_metadata_out", "mla_decode_out")
-_LOWERED: set[Any] = set()
+# What Inductor had before for each operator lowered here, None if nothing.
+_before: dict[Any, Any] = {}
 
 
 def lower_storage_offset() -> None:
@@ -23,6 +24,7 @@ def lower_storage_offset() -> None:
     op = torch.ops.aten.sym_storage_offset.default
     if op in lowering.lowerings:
         return
+    _before[op] = None
 
     @lowering.register_lowering(op)
     def sym_storage_offset(_tensor: Any) -> Any:
@@ -42,14 +44,26 @@ def lower_mutations() -> None:
     """
     for name in _MUTATING:
         op = getattr(torch.ops.mla_ops, name).default
-        if op not in _LOWERED:
+        if op not in _before:
             _lower_mutation(op)
-            _LOWERED.add(op)
+
+
+def forget_lowerings() -> None:
+    """Give Inductor back what it had for these operators."""
+    from torch._inductor import lowering
+
+    while _before:
+        op, previous = _before.popitem()
+        if previous is None:
+            del lowering.lowerings[op]
+        else:
+            lowering.lowerings[op] = previous
 
 
 def _lower_mutation(op: Any) -> None:
     from torch._inductor import lowering
 
+    _before[op] = lowering.lowerings.get(op)
     fallback = lowering.fallback_handler(op)
     written = [
         (position, argument.name)

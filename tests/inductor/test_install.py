@@ -9,6 +9,7 @@ import torch
 import torch._inductor.config as config
 from holders import HOLDERS
 from matrix import equal, run
+from pools import make_pool, make_tokens
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
@@ -49,6 +50,31 @@ def test_the_passes_are_what_makes_it_right(name, fresh_config, monkeypatch):
     assert differs(name, dynamic=False)
     monkeypatch.delenv("MLA_OPS_INDUCTOR_PASS")
     assert not differs(name, dynamic=False)
+
+
+def copied_before_a_write_equals_eager():
+    tokens, pools = make_tokens(), make_pool()
+
+    def step(kv, other):
+        other.copy_(kv * 2)
+        mla_ops.append_kv_(kv, tokens.kv_c, tokens.k_pe, tokens.slots)
+
+    torch._dynamo.reset()
+    ours, theirs = pools.clone(), pools.clone()
+    with torch.inference_mode():
+        torch.compile(step, fullgraph=True)(*ours.unbind())
+        step(*theirs.unbind())
+    return torch.equal(ours, theirs)
+
+
+def test_uninstall_takes_the_lowerings_back_too(fresh_config, monkeypatch):
+    """Symptom: what was to show Inductor as torch ships it ran with our lowerings."""
+    assert copied_before_a_write_equals_eager()
+    monkeypatch.setenv("MLA_OPS_INDUCTOR_PASS", "0")
+    inductor.uninstall()
+    assert not copied_before_a_write_equals_eager()
+    monkeypatch.delenv("MLA_OPS_INDUCTOR_PASS")
+    assert copied_before_a_write_equals_eager()
 
 
 @pytest.mark.parametrize("name", ["select_inside", "unbind_inside", "narrow_inside"])
