@@ -60,13 +60,16 @@ def warmup(
         raise RuntimeError(
             f"warmup: must run outside of graphs, got called in {where} (call it before)"
         )
-    sizes = {"page_size": page_size, "max_seq_len": max_seq_len, "num_heads_q": num_heads_q}
     batches = tuple(batch_sizes)
-    for name, size in [*sizes.items(), *(("batch_sizes", batch) for batch in batches)]:
-        if size < 1:
-            raise ValueError(f"warmup: {name} must be positive, got {size} (mend or leave it out)")
     if not batches:
         raise ValueError("warmup: batch_sizes must not be empty, got () (name every captured B)")
+    # A size of 0 would run, and compile nothing.
+    for name, size in (
+        *(("page_size", page_size), ("max_seq_len", max_seq_len), ("seqlen_q", seqlen_q)),
+        *(("num_heads_q", num_heads_q), ("batch_sizes", min(batches))),
+    ):
+        if size < 1:
+            raise ValueError(f"warmup: {name} must be positive, got {size} (mend or leave it out)")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     head_dim, pages = latent_dim + rope_dim, ceil_div(max_seq_len, page_size)

@@ -49,7 +49,8 @@ def mla_metadata(
         topk_length: [B] int32 valid entries of the sparse indices, at most ``topk``.
         kv_format: format of the cache that will be read; None means dense.
         backend: the backend that will read the metadata; "auto" writes what any can read.
-        schedule: "flash_mla" (FlashMLA's own, bit-exact but for idle rows) or "auto".
+        schedule: "flash_mla" (FlashMLA's own, bit-exact but for idle rows), "balanced" (fewer
+            parts where merging them costs more than it saves) or "auto", which is "balanced".
         num_sm_parts: T, rows of the schedule; None means what FlashMLA's SM90 kernel uses on
             this device.
         out: tensors to fill in place, ``MLAMetadata`` of int32 [T, 8] and [B + 1], contiguous:

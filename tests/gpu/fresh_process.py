@@ -24,6 +24,19 @@ def first_call_under_capture(backend):
         model.check_against_oracle(tokens[0], *result)
 
 
+def first_capture_after_warmup(backend):
+    """warmup has compiled every kernel of ours: neither the capture nor a replay compiles one."""
+    from triton import knobs
+
+    import mla_ops
+
+    mla_ops.warmup(num_heads_q=16, batch_sizes=(4,), max_seq_len=256, backend=backend)
+    compiled = []
+    knobs.runtime.jit_post_compile_hook = lambda **seen: compiled.append(seen["repr"])
+    first_call_under_capture(backend)
+    assert not compiled, compiled
+
+
 def first_call_compiled(backend):
     from mla_ops.diagnostics import measuring
 

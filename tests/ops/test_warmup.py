@@ -40,6 +40,7 @@ def test_runs_each_batch_size_as_the_model_will(monkeypatch):
         ({"batch_sizes": (2, 0)}, "batch_sizes must be positive, got 0"),
         ({"batch_sizes": ()}, "batch_sizes must not be empty"),
         ({"max_seq_len": -100}, "max_seq_len must be positive, got -100"),
+        ({"seqlen_q": 0}, "seqlen_q must be positive, got 0"),
         ({"page_size": 0}, "page_size must be positive, got 0"),
         ({"num_heads_q": -1}, "num_heads_q must be positive, got -1"),
     ],

@@ -4,7 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mla_ops.backends.gluon.decode_kernels import store_scale
+from mla_ops.backends.gluon.row_kernels import OUTPUT_STRIDES, UNALIGNED, store_scale
 from mla_ops.backends.gluon.schedule_kernels import (
     gdc_launch_dependents,
     gdc_wait,
@@ -120,15 +120,9 @@ def _combine_units(
         "num_rows",
         "capacity",
         "workers",
-        "out_stride_b",
-        "out_stride_s",
-        "out_stride_h",
-        "lse_stride_b",
-        "lse_stride_h",
-        "lse_stride_s",
+        *OUTPUT_STRIDES,
     ],
-    # Slices of buffers begin anywhere; none of these is read or written in wide words.
-    do_not_specialize_on_alignment=["cache_seqlens_ptr", "sink_ptr", "out_ptr", "lse_ptr"],
+    do_not_specialize_on_alignment=UNALIGNED,
 )
 def _mla_combine_kernel(
     cache_seqlens_ptr,

@@ -128,60 +128,55 @@ def _launch(
 ) -> None:
     batch, seqlen_q, heads, head_dim = q.shape
     pages, page_size, _, _ = kv_cache.shape
-    row_stride = kv_cache.stride(1)
-    page_rows = page_size if pages == 1 else kv_cache.stride(0) // row_stride
+    page_rows = page_size if pages == 1 else kv_cache.stride(0) // kv_cache.stride(1)
     rows = seqlen_q * heads
     config = decode_config(batch, rows, streaming_multiprocessors(q.device))
-    groups = config.row_groups
     capacity = block_table.shape[1] * page_size
     # Bounded by shapes alone: one block an SM, and no more than the table has tiles.
     workers = min(config.workers, batch * max(ceil_div(capacity, TILE_TOKENS), 1))
-    slots = workers * groups * (1 if config.batch_bucket == 1 else 2)
-    # One allocation for the log-sum-exps in float32 and, behind them, the partials in q's dtype.
-    held = slots * config.row_tile
-    part_lse = torch.empty((held * (1 + _LATENT // 2),), dtype=torch.float32, device=q.device)
-    part_out = part_lse[held:].view(q.dtype)
-
-    span = [(pages - 1) * page_rows + page_size, head_dim]
-    box = min(page_size, TILE_TOKENS)
-    layout = _BOX_LAYOUT[q.dtype]
-    kv_half = TensorDescriptor(kv_cache, span, [row_stride, 1], [box, _HALF], layout)
-    kv_rope = TensorDescriptor(kv_cache, span, [row_stride, 1], [box, _ROPE], layout)
+    part_out, part_lse = _partials(q, config, workers)
+    kv_half, kv_rope = _boxes(kv_cache, page_rows)
     sink = part_lse if attn_sink is None else attn_sink
     shared = (batch, heads, rows, capacity)
     strides = (*_strides(out, (0, 1, 2, 3)), *_strides(lse, (0, 1, 2)))
-    out_b, out_s, out_h, out_v, lse_b, lse_h, lse_s = strides
-    _mla_decode_kernel[(workers * groups,)](
+    options = {"N": config.row_tile, "RG": config.row_groups, "BP": config.batch_bucket}
+    options |= {"SINK": attn_sink is not None, "PDL": True, "launch_pdl": True}
+    _mla_decode_kernel[(workers * config.row_groups,)](
         *(kv_half, kv_rope, q, block_table, cache_seqlens, sink, out, lse),
         *(part_out, part_lse, qk_scale, *shared),
-        *(pages, page_rows, block_table.stride(0), q.stride(0), q.stride(1), q.stride(2)),
-        *(out_b, out_s, out_h, out_v, lse_b, lse_h, lse_s),
-        N=config.row_tile,
-        RG=groups,
-        BP=config.batch_bucket,
+        *(pages, page_rows, block_table.stride(0), *_strides(q, (0, 1, 2)), *strides),
         P=page_size,
         ROPE=head_dim - _LATENT,
         CAUSAL=causal,
-        SINK=attn_sink is not None,
-        PDL=True,
         NW=config.decode_warps,
         num_warps=config.decode_warps,
-        launch_pdl=True,
+        **options,
     )
-    _mla_combine_kernel[(batch * groups, config.combine_splits)](
-        *(cache_seqlens, sink, out, lse, part_out, part_lse, *shared, workers),
-        *(out_b, out_s, out_h, out_v, lse_b, lse_h, lse_s),
-        N=config.row_tile,
-        RG=groups,
-        BP=config.batch_bucket,
-        SINK=attn_sink is not None,
-        PDL=True,
+    _mla_combine_kernel[(batch * config.row_groups, config.combine_splits)](
+        *(cache_seqlens, sink, out, lse, part_out, part_lse, *shared, workers, *strides),
         SPLIT=config.combine_splits,
         MANY=config.many_parts,
         NW=config.combine_warps,
         num_warps=config.combine_warps,
-        launch_pdl=True,
+        **options,
     )
+
+
+def _partials(q: Tensor, config: DecodeConfig, workers: int) -> tuple[Tensor, Tensor]:
+    """Allocate the partial results, in q's dtype, and their log-sum-exps, in float32, as one."""
+    slots = workers * config.row_groups * (1 if config.batch_bucket == 1 else 2)
+    held = slots * config.row_tile
+    part_lse = torch.empty((held * (1 + _LATENT // 2),), dtype=torch.float32, device=q.device)
+    return part_lse[held:].view(q.dtype), part_lse
+
+
+def _boxes(kv_cache: Tensor, page_rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Describe the pool to TMA as rows, read in boxes of half a latent and of a rope."""
+    pages, page_size, _, head_dim = kv_cache.shape
+    span, strides = [(pages - 1) * page_rows + page_size, head_dim], [kv_cache.stride(1), 1]
+    tokens, layout = min(page_size, TILE_TOKENS), _BOX_LAYOUT[kv_cache.dtype]
+    kv_half = TensorDescriptor(kv_cache, span, strides, [tokens, _HALF], layout)
+    return kv_half, TensorDescriptor(kv_cache, span, strides, [tokens, _ROPE], layout)
 
 
 def _strides(tensor: Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,6 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mla_ops.backends.gluon.row_kernels import (
+    OUTPUT_STRIDES,
+    UNALIGNED,
+    stage_q,
+    store_partial,
+    store_result,
+)
 from mla_ops.backends.gluon.schedule_kernels import (
     TILE,
     gdc_launch_dependents,
@@ -26,7 +33,6 @@ from mla_ops.backends.gluon.schedule_kernels import (
 )
 from mla_ops.backends.gluon.tile_kernels import (
     HALF,
-    V,
     absent_bits,
     fetch_left,
     fetch_right,
@@ -37,44 +43,6 @@ from mla_ops.backends.gluon.tile_kernels import (
 
 STAGES = gl.constexpr(2)
 _BEYOND = gl.constexpr(2**30)
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _q_rows(
-    b,
-    rg,
-    num_rows,
-    num_heads_q,
-    q_stride_b,
-    q_stride_s,
-    q_stride_h,
-    N: gl.constexpr,
-    layout: gl.constexpr,
-):
-    row = rg * N + gl.arange(0, N, layout=layout)
-    offset = b.to(gl.int64) * q_stride_b
-    query = query_of(row, num_heads_q)
-    offset += query * q_stride_s + (row - query * num_heads_q) * q_stride_h
-    return offset, row < num_rows
-
-
-@gluon.jit
-def _load_q(q_ptr, row_offset, live, column, W: gl.constexpr, layout: gl.constexpr):
-    offset = column + gl.arange(0, W, layout=gl.SliceLayout(0, layout))
-    return gl.load(q_ptr + row_offset[:, None] + offset[None, :], mask=live[:, None], other=0.0)
-
-
-@gluon.jit
-def store_scale(m, total, sink_ptr, head, live, SINK: gl.constexpr):
-    """Return the factor of the accumulator and the lse of rows with maximum m and sum total."""
-    lse2 = m + gl.log2(total)
-    share = 1.0 / total
-    if SINK:
-        sink2 = gl.load(sink_ptr + head, mask=live, other=0.0) * LOG2E
-        share = share / (1.0 + gl.exp2(sink2 - lse2))
-    return gl.where(total > 0, share, 0.0), gl.where(total > 0, lse2 * LN2, -float("inf"))
 
 
 @gluon.jit(
@@ -86,21 +54,9 @@ def store_scale(m, total, sink_ptr, head, live, SINK: gl.constexpr):
         "num_pages",
         "page_rows",
         "table_stride",
-        "out_stride_b",
-        "out_stride_s",
-        "out_stride_h",
-        "lse_stride_b",
-        "lse_stride_h",
-        "lse_stride_s",
+        *OUTPUT_STRIDES,
     ],
-    # Slices of buffers begin anywhere; none of these is read or written in wide words.
-    do_not_specialize_on_alignment=[
-        "block_table_ptr",
-        "cache_seqlens_ptr",
-        "sink_ptr",
-        "out_ptr",
-        "lse_ptr",
-    ],
+    do_not_specialize_on_alignment=["block_table_ptr", *UNALIGNED],
 )
 def _mla_decode_kernel(
     kv_half,
@@ -227,20 +183,10 @@ def _mla_decode_kernel(
             # used, not before the loop and kept (183 registers against 231).
             group = rg + (done >> 28)
 
-            q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
-            q_offset, q_live = _q_rows(
-                *(b, group, num_rows, num_heads_q, q_stride_b, q_stride_s, q_stride_h),
-                *(N, gl.SliceLayout(1, q_layout)),
+            stage_q(
+                *(q_ptr, q_left, q_right, q_tail, b, group, num_rows, num_heads_q),
+                *(q_stride_b, q_stride_s, q_stride_h, N, ROPE, NW),
             )
-            q_left.index(0).store(_load_q(q_ptr, q_offset, q_live, 0, HALF, q_layout))
-            q_right.index(0).store(_load_q(q_ptr, q_offset, q_live, HALF, HALF, q_layout))
-            if ROPE > 0:
-                tail_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NW, 1], [1, 0])
-                tail_offset, tail_live = _q_rows(
-                    *(b, group, num_rows, num_heads_q, q_stride_b, q_stride_s, q_stride_h),
-                    *(N, gl.SliceLayout(1, tail_layout)),
-                )
-                q_tail.index(0).store(_load_q(q_ptr, tail_offset, tail_live, V, ROPE, tail_layout))
             fence_async_shared()
             gl.thread_barrier()
 
@@ -308,10 +254,8 @@ def _mla_decode_kernel(
                 gl.thread_barrier()
                 more = done + STAGES < count
                 if more:
-                    fetch_left(
-                        *(kv_half, row0, row1, row2, row3, left_bars.index(stage)),
-                        *(left.index(stage), P),
-                    )
+                    bar = left_bars.index(stage)
+                    fetch_left(kv_half, row0, row1, row2, row3, bar, left.index(stage), P)
                 acc_right = warpgroup_mma_wait(0, deps=[acc_right, right, weights])[0]
                 gl.thread_barrier()
                 if more:
@@ -323,13 +267,8 @@ def _mla_decode_kernel(
                 absent = absent_next
                 absent_next = absent_bits(row0, row1, row2, row3, P)
                 ahead_b, ahead_tile, ahead_length, ahead_tiles = next_tile(
-                    cache_seqlens_ptr,
-                    batch,
-                    capacity,
-                    ahead_b,
-                    ahead_tile,
-                    ahead_length,
-                    ahead_tiles,
+                    *(cache_seqlens_ptr, batch, capacity),
+                    *(ahead_b, ahead_tile, ahead_length, ahead_tiles),
                 )
                 row0, row1, row2, row3 = tile_rows(
                     *(block_table_ptr, table_stride, ahead_b, ahead_tile, ahead_length),
@@ -344,34 +283,17 @@ def _mla_decode_kernel(
             row = gl.arange(0, N, layout=accum_row)
             stat = gl.arange(0, N, layout=score_row)
             if whole:
-                at = group * N + stat
-                live = at < num_rows
-                query = query_of(at, num_heads_q)
-                head = at - query * num_heads_q
-                factor, lse = store_scale(m, row_total, sink_ptr, head, live, SINK)
-                lse_at = b.to(gl.int64) * lse_stride_b
-                lse_at += query * lse_stride_s + head * lse_stride_h
-                gl.store(lse_ptr + lse_at, lse, mask=live)
-                factor = gl.convert_layout(factor, accum_row)
-                out_at, out_live = _q_rows(
+                store_result(
+                    *(acc_left, acc_right, m, row_total, v, stat, sink_ptr, out_ptr, lse_ptr),
                     *(b, group, num_rows, num_heads_q),
-                    *(out_stride_b, out_stride_s, out_stride_h, N, accum_row),
+                    *(out_stride_b, out_stride_s, out_stride_h, out_stride_v),
+                    *(lse_stride_b, lse_stride_h, lse_stride_s, N, SINK, accum_row, dtype),
                 )
-                target = out_ptr + out_at[None, :] + (v * out_stride_v)[:, None]
-                gl.store(target, (acc_left * factor[None, :]).to(dtype), mask=out_live[None, :])
-                target += HALF * out_stride_v
-                gl.store(target, (acc_right * factor[None, :]).to(dtype), mask=out_live[None, :])
             else:
-                # Partials lie as [slot, N / 8, 512, 8], the order in which a warp holds them, and
-                # normalised, so that they fit the dtype of out: half the bytes of float32.
-                inside = (row // 8 * (V * 8) + row % 8)[None, :] + (v * 8)[:, None]
-                partial = part_out_ptr + slot * (N * V) + inside
-                seen = row_total > 0
-                share = gl.convert_layout(gl.where(seen, 1.0 / row_total, 0.0), accum_row)
-                gl.store(partial, (acc_left * share[None, :]).to(dtype))
-                gl.store(partial + HALF * 8, (acc_right * share[None, :]).to(dtype))
-                lse2 = gl.where(seen, m + gl.log2(row_total), -float("inf"))
-                gl.store(part_lse_ptr + slot * N + stat, lse2)
+                store_partial(
+                    *(acc_left, acc_right, m, row_total, v, row, stat),
+                    *(part_out_ptr, part_lse_ptr, slot, N, accum_row, dtype),
+                )
             if BP > 1:
                 slot = 2 * pid + 1
             b += 1
