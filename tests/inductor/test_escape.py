@@ -65,7 +65,11 @@ def test_two_caches_change_places():
     torch.testing.assert_close(pools, [first, second], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("compute", [lambda x: x * 2, lambda x: x.flip(0)], ids=["mul", "flip"])
+@pytest.mark.parametrize(
+    "compute",
+    [lambda x: x * 2, lambda x: x.flip(0), lambda x: x.flip(0).flip(0)],
+    ids=["mul", "flip", "flip_twice"],
+)
 def test_what_is_computed_of_a_cache_before_a_write_is_of_the_value_then(compute):
     """Symptom: ``other.copy_(kv * 2); append_kv_(kv, ...)`` copied what was appended, too."""
     pools, tokens = list(make_pool().clone()), make_tokens()

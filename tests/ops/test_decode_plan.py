@@ -6,6 +6,7 @@ import torch
 import mla_ops
 from mla_ops.ops import _decode_plan
 from mla_ops.ops._decode_plan import forget_plans, plan_decode
+from mla_ops.ops._selection import reasons_against
 from mla_ops.testing.inputs import make_decode_inputs
 
 
@@ -146,3 +147,24 @@ def test_an_equal_layout_reuses_the_plan():
     plan = plan_decode((*first[:4], *arguments))
     assert plan_decode((*second[:4], *arguments)) is plan
     assert plan_decode((*first[:4], *arguments[:-1], "reference")) is not plan
+
+
+def test_the_address_of_a_cache_is_part_of_its_layout():
+    """Symptom: auto named a backend that reads by TMA, and the call raised."""
+    inputs = make_decode_inputs((0, 1, 65))
+    memory = torch.zeros(inputs.kv_cache.numel() + 8, dtype=inputs.kv_cache.dtype)
+    plans = [
+        plan_decode(
+            (
+                *(inputs.q, memory[at : at + inputs.kv_cache.numel()].view_as(inputs.kv_cache)),
+                *(inputs.block_table, inputs.cache_seqlens, None, None, 0.1, 512, True),
+                *(None, None, None, "auto"),
+            )
+        )
+        for at in (0, 3, 8)
+    ]
+    assert [plan.shape.aligned_cache for plan in plans] == [True, False, True]
+    misaligned = plans[1].shape._replace(device=torch.device("cuda"))
+    for backend, refused in (("flash_mla", True), ("gluon", True), ("triton", False)):
+        reasons = reasons_against(backend, misaligned, probe=False)
+        assert any("multiple of 16 bytes" in reason for reason in reasons) == refused
