@@ -7,6 +7,7 @@ degrades to "unknown" instead of failing at import.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ __all__ = [
     "functional_base",
     "functionalization_mode",
     "inside_graph",
+    "layout_guard",
     "mark_static_address",
     "same_schema",
     "storage_id",
@@ -79,6 +81,24 @@ def inside_graph() -> str | None:
 
 
 # torch.cuda.is_available() asks the driver on every call.
+def layout_guard(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
+    """Return a check whether as many tensors are laid out like these, or None when torch lost it.
+
+    One call into C++ instead of thirty reads of attributes from Python. It may refuse more than
+    shapes, strides, dtypes and devices ask for: classes, requires_grad, the mode of autograd.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    tensor_guards = getattr(guards, "TensorGuards", None)
+    if tensor_guards is None or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        return None
+    check: Callable[..., bool] = tensor_guards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+    return check
+
+
 @cache
 def _multiprocessors(device_type: str, index: int | None) -> int:
     if device_type != "cuda" or not torch.cuda.is_available():

@@ -113,6 +113,12 @@ def raw_decode() -> Callable[..., Any]:
     return api.decode
 
 
+def packet(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the operator as flash_mla's own Python calls it: overloads not yet resolved."""
+    namespace, _, name = str(getattr(operator, "_schema", "")).partition("(")[0].partition("::")
+    return getattr(getattr(torch.ops, namespace), name) if name else operator
+
+
 def graph_ratio(batch: int, heads: int, length: int) -> dict[str, float]:
     step = Step(batch, heads, length)
     with torch.no_grad():
@@ -182,7 +188,7 @@ def small_call(device: str) -> tuple[tuple[Any, ...], Any, Any]:
 
 def eager_added() -> dict[str, dict[str, float]]:
     (q, pool, table, lengths, metadata), out, lse = small_call("cuda")
-    decode = raw_decode()
+    decode = packet(raw_decode())
 
     def raw() -> Any:
         return decode(q, pool, 512, lengths, table, SCALE, True, *metadata)

@@ -19,6 +19,7 @@ Source: FlashMLA's ``csrc/api/dense_decode`` and ``csrc/sm90/decode/dense``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -30,7 +31,7 @@ from mla_ops._torch import streaming_multiprocessors
 from mla_ops.backends.flash_mla_api import find_flash_mla
 from mla_ops.shapes import DecodeShape, lse_strides, num_sm_parts
 
-__all__ = ["mla_decode", "mla_decode_out", "unavailable", "unsupported"]
+__all__ = ["mla_decode", "mla_decode_out", "prepare_decode", "unavailable", "unsupported"]
 
 _HEAD_DIM, _HEAD_DIM_V, _PAGE_SIZE = 576, 512, 64
 # TMA takes addresses and strides in units of 16 bytes: 8 elements of 2 bytes.
@@ -129,6 +130,54 @@ def mla_decode(
     return out, lse
 
 
+def prepare_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    tile_scheduler_metadata: Tensor | None,
+    attn_sink: Tensor | None,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return ``mla_decode`` for tensors laid out like these; most take a call without detours.
+
+    The detours depend on shapes, strides and alignment; to look for them takes 4 us a call.
+
+    Raises:
+        ValueError: the schedule has not exactly T rows.
+    """
+    api = find_flash_mla().api
+    if api is None or api.plan is not None or attn_sink is not None:
+        return mla_decode
+    if _misaligned(q) or kv_cache.stride(2) % _ALIGNMENT or block_table.stride(1) != 1:
+        return mla_decode
+    if tile_scheduler_metadata is not None:
+        _check_rows(q, tile_scheduler_metadata)
+    decode, extra = api.decode, api.extra
+    strides = lse_strides(q.shape[1], q.shape[2])
+
+    def direct(
+        q: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        cache_seqlens: Tensor,
+        tile_scheduler_metadata: Tensor,
+        num_splits: Tensor,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        attn_sink: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        # fmt: off
+        with _on_device_of(q):
+            out, lse, *_ = decode(
+                q, kv_cache, _HEAD_DIM_V, cache_seqlens, block_table, softmax_scale, causal,
+                tile_scheduler_metadata, num_splits, *extra,
+            )
+        # fmt: on
+        return out, lse if lse.stride() == strides else _restrided(lse)
+
+    return direct
+
+
 def mla_decode_out(
     q: Tensor,
     kv_cache: Tensor,
@@ -183,9 +232,13 @@ def _check_rows(q: Tensor, tile_scheduler_metadata: Tensor) -> None:
         )
 
 
-def _aligned_q(q: Tensor) -> Tensor:
+def _misaligned(q: Tensor) -> bool:
     batch, row, head, _ = q.stride()
-    if (batch | row | head) % _ALIGNMENT or q.data_ptr() % _ALIGNMENT_BYTES:
+    return (batch | row | head) % _ALIGNMENT != 0 or q.data_ptr() % _ALIGNMENT_BYTES != 0
+
+
+def _aligned_q(q: Tensor) -> Tensor:
+    if _misaligned(q):
         # A clone: .contiguous() returns a contiguous q at a misaligned address as it is.
         return q.clone(memory_format=torch.contiguous_format)
     return q
@@ -217,8 +270,6 @@ def _restrided(lse: Tensor) -> Tensor:
     strides = lse_strides(seqlen_q, heads)
     if lse.stride() == strides:
         return lse
-    if seqlen_q == 1 and lse.is_contiguous():
-        return lse.as_strided(lse.shape, strides)
     return lse.new_empty_strided(lse.shape, strides).copy_(lse)
 
 

@@ -7,6 +7,7 @@ from flash_mla_stubs import install_stub  # noqa: F401
 
 import mla_ops
 from mla_ops.backends import flash_mla, reference
+from mla_ops.shapes import lse_strides
 from mla_ops.testing import assert_close_to_fp64, assert_lse_close_to_fp64
 from mla_ops.testing.inputs import make_decode_inputs
 
@@ -60,7 +61,7 @@ def test_every_generation_gets_its_arguments(install, generation, seqlen_q):
     assert_close_to_fp64(out, expected)
     assert (lse[0] == torch.inf).all()
     assert_lse_close_to_fp64(torch.where(lse == torch.inf, -torch.inf, lse), expected_lse)
-    assert lse.stride() == (16 * seqlen_q, 1, 16)
+    assert lse.stride() == lse_strides(seqlen_q, 16)
     assert out.is_contiguous()
     q, kv, width, lengths, table, scale, causal, meta, splits, *extra = module.calls[0]
     for passed, given in zip((q, kv, table, lengths), inputs[:4], strict=True):
@@ -210,7 +211,34 @@ def test_operator_runs_it_end_to_end(install, monkeypatch, given):
         *(*inputs[:4], metadata), softmax_scale=inputs.softmax_scale, backend="flash_mla"
     )
     assert torch.equal(result.out, out)
-    assert result.lse.stride() == (16, 1, 16)
+    assert result.lse.stride() == lse_strides(1, 16)
+
+
+def test_operator_mends_what_the_package_cannot_take_whatever_came_before(install, monkeypatch):
+    module = install(stubs.LEGACY)
+    monkeypatch.setattr(flash_mla, "unavailable", lambda device: [])
+    inputs = inputs_of()
+    metadata = mla_ops.mla_metadata(inputs.cache_seqlens, num_heads_q=16)
+    memory = torch.zeros(inputs.q.numel() + 8, dtype=torch.bfloat16)
+    for at, mended in ((0, False), (3, True), (8, False)):
+        q = memory[at : at + inputs.q.numel()].view(inputs.q.shape).copy_(inputs.q)
+        result = mla_ops.mla_decode(
+            *(q, *inputs[1:4], metadata), softmax_scale=0.1, backend="flash_mla"
+        )
+        assert (module.calls[-1][0].data_ptr() != q.data_ptr()) == mended
+        assert torch.equal(module.calls[-1][0], inputs.q)
+        assert result.lse.stride() == lse_strides(1, 16)
+    sink = torch.full((16,), torch.inf)
+    sunk = mla_ops.mla_decode(
+        *(inputs.q, *inputs[1:4], metadata),
+        softmax_scale=0.1,
+        attn_sink=sink,
+        backend="flash_mla",
+    )
+    assert (sunk.out == 0).all()
+    few = mla_ops.mla_metadata(inputs.cache_seqlens, num_heads_q=16, num_sm_parts=16)
+    with pytest.raises(ValueError, match=r"exactly 132 rows .* got 16"):
+        mla_ops.mla_decode(*(inputs.q, *inputs[1:4], few), softmax_scale=0.1, backend="flash_mla")
 
 
 def test_nothing_to_read_never_reaches_the_package(install, monkeypatch):

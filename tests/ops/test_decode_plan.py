@@ -168,3 +168,55 @@ def test_the_address_of_a_cache_is_part_of_its_layout():
     for backend, refused in (("flash_mla", True), ("gluon", True), ("triton", False)):
         reasons = reasons_against(backend, misaligned, probe=False)
         assert any("multiple of 16 bytes" in reason for reason in reasons) == refused
+
+
+def test_a_layout_met_again_and_again_is_told_from_every_other():
+    """The third call in a row takes the short cut; nothing that differs may take it, too."""
+    inputs = make_decode_inputs((0, 1, 65))
+    metadata = mla_ops.mla_metadata(inputs.cache_seqlens, num_heads_q=16)
+    arguments = [*inputs[:4], *metadata, 0.1, 512, True, None, None, None, "auto"]
+    memory = torch.zeros(inputs.kv_cache.numel() + 3, dtype=inputs.kv_cache.dtype)
+    sink = torch.zeros(16)
+    changes = {
+        0: [inputs.q[:, :, :8], inputs.q.transpose(0, 1).contiguous().transpose(0, 1)[:, :1, :9]],
+        1: [inputs.kv_cache[:-1], memory[3:].view(inputs.kv_cache.shape)],
+        2: [inputs.block_table[:, :1]],
+        4: [metadata.tile_scheduler_metadata[:8]],
+        9: [sink],
+        12: ["reference"],
+    }
+    refused = {
+        0: inputs.q.half(),
+        2: inputs.block_table.long(),
+        3: inputs.cache_seqlens.long(),
+        5: metadata.num_splits[:-1],
+        7: 500,
+        10: torch.ones(1),
+    }
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            forget_plans()
+            for position, others in changes.items():
+                for other in others:
+                    plans = [plan_decode(tuple(arguments)) for _ in range(4)]
+                    assert all(plan is plans[0] for plan in plans)
+                    assert _decode_plan._recent.fits is not None
+                    changed = [*arguments]
+                    changed[position] = other
+                    assert plan_decode(tuple(changed)) is not plans[0]
+            for position, other in refused.items():
+                for _ in range(4):
+                    plan_decode(tuple(arguments))
+                changed = [*arguments]
+                changed[position] = other
+                with pytest.raises((ValueError, TypeError, NotImplementedError)):
+                    plan_decode(tuple(changed))
+
+
+def test_plans_need_no_private_name_of_torch(monkeypatch):
+    monkeypatch.setattr(_decode_plan, "layout_guard", lambda tensors: None)
+    inputs = make_decode_inputs((0, 1, 65))
+    arguments = (*inputs[:4], None, None, 0.1, 512, True, None, None, None, "auto")
+    forget_plans()
+    plans = [plan_decode(arguments) for _ in range(4)]
+    assert all(plan is plans[0] for plan in plans)

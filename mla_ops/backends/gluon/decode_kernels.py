@@ -103,7 +103,6 @@ def _mla_decode_kernel(
     score_row: gl.constexpr = gl.SliceLayout(0, score)
     score_token: gl.constexpr = gl.SliceLayout(1, score)
     accum_row: gl.constexpr = gl.SliceLayout(0, accum)
-    accum_v: gl.constexpr = gl.SliceLayout(1, accum)
     p_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, N], dtype)
     q_half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, HALF], dtype)
     q_rope: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, 64], dtype)
@@ -279,20 +278,17 @@ def _mla_decode_kernel(
 
             row_total = gl.sum(total, 0)
             group = rg + (done >> 28)
-            v = gl.arange(0, HALF, layout=accum_v)
-            row = gl.arange(0, N, layout=accum_row)
-            stat = gl.arange(0, N, layout=score_row)
             if whole:
                 store_result(
-                    *(acc_left, acc_right, m, row_total, v, stat, sink_ptr, out_ptr, lse_ptr),
+                    *(acc_left, acc_right, m, row_total, sink_ptr, out_ptr, lse_ptr),
                     *(b, group, num_rows, num_heads_q),
                     *(out_stride_b, out_stride_s, out_stride_h, out_stride_v),
-                    *(lse_stride_b, lse_stride_h, lse_stride_s, N, SINK, accum_row, dtype),
+                    *(lse_stride_b, lse_stride_h, lse_stride_s, N, SINK, accum, score_row),
                 )
             else:
                 store_partial(
-                    *(acc_left, acc_right, m, row_total, v, row, stat),
-                    *(part_out_ptr, part_lse_ptr, slot, N, accum_row, dtype),
+                    *(acc_left, acc_right, m, row_total, part_out_ptr, part_lse_ptr, slot),
+                    *(N, accum, score_row),
                 )
             if BP > 1:
                 slot = 2 * pid + 1

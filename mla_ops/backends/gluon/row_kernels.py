@@ -91,8 +91,6 @@ def store_result(
     acc_right,
     m,
     total,
-    v,
-    stat,
     sink_ptr,
     out_ptr,
     lse_ptr,
@@ -109,11 +107,13 @@ def store_result(
     lse_stride_s,
     N: gl.constexpr,
     SINK: gl.constexpr,
-    accum_row: gl.constexpr,
-    dtype: gl.constexpr,
+    accum: gl.constexpr,
+    score_row: gl.constexpr,
 ):
     """Write out and lse of a sequence that one worker saw whole."""
-    at = group * N + stat
+    accum_row: gl.constexpr = gl.SliceLayout(0, accum)
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    at = group * N + gl.arange(0, N, layout=score_row)
     live = at < num_rows
     query = query_of(at, num_heads_q)
     head = at - query * num_heads_q
@@ -126,6 +126,7 @@ def store_result(
         *(b, group, num_rows, num_heads_q),
         *(out_stride_b, out_stride_s, out_stride_h, N, accum_row),
     )
+    v = gl.arange(0, HALF, layout=gl.SliceLayout(1, accum))
     target = out_ptr + out_at[None, :] + (v * out_stride_v)[:, None]
     gl.store(target, (acc_left * factor[None, :]).to(dtype), mask=out_live[None, :])
     target += HALF * out_stride_v
@@ -138,21 +139,22 @@ def store_partial(
     acc_right,
     m,
     total,
-    v,
-    row,
-    stat,
     part_out_ptr,
     part_lse_ptr,
     slot,
     N: gl.constexpr,
-    accum_row: gl.constexpr,
-    dtype: gl.constexpr,
+    accum: gl.constexpr,
+    score_row: gl.constexpr,
 ):
     """Write one of a sequence's partial results.
 
     They lie as [slot, N / 8, 512, 8], the order in which a warp holds them, and normalised, so
     that they fit the dtype of out: half the bytes of float32.
     """
+    accum_row: gl.constexpr = gl.SliceLayout(0, accum)
+    dtype: gl.constexpr = part_out_ptr.dtype.element_ty
+    row = gl.arange(0, N, layout=accum_row)
+    v = gl.arange(0, HALF, layout=gl.SliceLayout(1, accum))
     inside = (row // 8 * (V * 8) + row % 8)[None, :] + (v * 8)[:, None]
     partial = part_out_ptr + slot * (N * V) + inside
     seen = total > 0
@@ -160,4 +162,4 @@ def store_partial(
     gl.store(partial, (acc_left * share[None, :]).to(dtype))
     gl.store(partial + HALF * 8, (acc_right * share[None, :]).to(dtype))
     lse2 = gl.where(seen, m + gl.log2(total), -float("inf"))
-    gl.store(part_lse_ptr + slot * N + stat, lse2)
+    gl.store(part_lse_ptr + slot * N + gl.arange(0, N, layout=score_row), lse2)
