@@ -6,13 +6,17 @@ The table of this torch and device replaces its old one in scripts/results/holde
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "inductor"))
 
-from matrix import TABLES, render, rows, title
+from holders import HOLDERS
+from matrix import TABLES, render, rows_of, title
 
 INTRODUCTION = """\
 # Ways to hold a cache
@@ -30,13 +34,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the device")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    table = dict(rows(options.device, progress=lambda line: print(line, file=sys.stderr)))
+    table = {}
+    with ProcessPoolExecutor(
+        options.jobs, mp_context=multiprocessing.get_context("spawn"), initializer=quiet
+    ) as pool:
+        names = [holder.name for holder in HOLDERS]
+        for found in pool.map(partial(rows_of, device=options.device), names):
+            for key, cells in found:
+                print(f"{' '.join(key)}: {', '.join(cells)}", file=sys.stderr)
+                table[key] = cells
     section = f"{title(options.device)}\n\n{render(table)}\n"
     print(section)
     if options.write:
         write(title(options.device), section)
+
+
+def quiet() -> None:
+    warnings.filterwarnings("ignore")
 
 
 def write(name: str, section: str) -> None:

@@ -171,14 +171,18 @@ def counted_launches(monkeypatch):
     entries = Counter()
     original = _selection.kernel
 
-    def kernel(backend, op):
-        function = original(backend, op)
-
-        def counted(*args, **kwargs):
-            entries[backend, op] += 1
+    def counted(function, name):
+        def call(*args, **kwargs):
+            entries[name] += 1
             return function(*args, **kwargs)
 
-        return counted
+        return call
+
+    def kernel(backend, op):
+        function = original(backend, op)
+        if op == "prepare_decode":
+            return lambda *layout: counted(function(*layout), (backend, "mla_decode"))
+        return counted(function, (backend, op))
 
     with monkeypatch.context() as patch:
         patch.setattr(_selection, "kernel", kernel)

@@ -91,25 +91,25 @@ def captured_outcome(holder, dynamic, device):
         return "-"
     with measuring() as recorder:
         options = {"mode": "reduce-overhead", "batches": (3, 3, 3)}
-        result = outcome(holder, None, dynamic, device=device, **options)
+        result = outcome(holder, "inductor", dynamic, device=device, **options)
     recorded = "recorded" if recorder.result().captured else "not recorded"
     return f"{result}, {recorded}" if result == "ok" else result
 
 
-def rows(device="cpu", progress=lambda line: None):
-    """Run every holder; yield ((name, shapes), cells)."""
-    for holder in HOLDERS:
-        for dynamic in (False,) if holder.name in STATIC_ONLY else (False, True):
-            cells = (
-                eager_outcome(holder, device),
-                outcome(holder, "aot_eager", dynamic, device=device),
-                *measured_outcome(holder, dynamic, device),
-                outcome_without_passes(holder, dynamic, device),
-                captured_outcome(holder, dynamic, device),
-            )
-            key = (holder.name, "dynamic" if dynamic else "static")
-            progress(f"{key[0]} {key[1]}: {', '.join(cells)}")
-            yield key, cells
+def rows_of(name, device="cpu"):
+    """Run one holder; return [((name, shapes), cells)]."""
+    holder = next(each for each in HOLDERS if each.name == name)
+    result = []
+    for dynamic in (False,) if name in STATIC_ONLY else (False, True):
+        cells = (
+            eager_outcome(holder, device),
+            outcome(holder, "aot_eager", dynamic, device=device),
+            *measured_outcome(holder, dynamic, device),
+            outcome_without_passes(holder, dynamic, device),
+            captured_outcome(holder, dynamic, device),
+        )
+        result.append(((name, "dynamic" if dynamic else "static"), cells))
+    return result
 
 
 def title(device="cpu"):
