@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +14,7 @@ from mla_ops.diagnostics.holders import held_tensors
 from mla_ops.diagnostics.lines import user_line
 from mla_ops.diagnostics.measure import CompiledGraph
 from mla_ops.diagnostics.measurement import Measurement
-from mla_ops.diagnostics.watch import FedBack, GraphOutput, WatchedGraph, Watcher
+from mla_ops.diagnostics.watch import FedBack, GraphOutput, WatchedGraph, WatchedInput, Watcher
 
 __all__ = ["expected_recordings", "kept_findings", "overwritten_finding", "replay_findings"]
 
@@ -22,6 +22,8 @@ _COPY_OUT = (
     "copy it into a buffer of fixed address in the step (register_buffer once, then "
     "self.{0}.copy_(value)), or clone it outside the compiled function"
 )
+# How Dynamo names the size of an input: x.size()[0].
+_SIZE = ".size()["
 _DEBUG = "run with TORCH_LOGS=+cudagraphs and look for the reason"
 # What a skip is about -> what mends it. Mutated inputs are findings of their own.
 _SKIPS = (
@@ -134,21 +136,58 @@ def _unsteady(graph: WatchedGraph, moving: set[str]) -> Iterator[Finding]:
                 each.name,
                 count=len(addresses) - 1,
             )
-    # Sizes that come back after others are buckets: recorded once, replayed after. One that did
-    # not may still.
-    sizes = Counter(size for size, _ in groupby(call.sizes for call in graph.calls))
-    passing = sum(count == 1 for count in sizes.values())
-    if passing > 1 and 2 * len(sizes) > len(graph.calls):
-        shown = ", ".join("x".join(map(str, size)) for size in sizes)
-        dynamic = next((each for each in graph.inputs if each.where), None)
-        yield Finding(
-            "rerecorded",
-            f"{len(sizes)} sizes in {len(graph.calls)} calls ({shown}): a CUDA graph for each",
-            "pad to one of a few sizes, so that sizes come back",
-            dynamic.where if dynamic else None,
-            dynamic.name if dynamic else None,
-            count=len(sizes) - 1,
-        )
+    if _is_passing([call.sizes for call in graph.calls]):
+        sizes = _sizes_by_name(graph)
+        # Where each alone comes back, it is their combinations that do not.
+        alone = {name: seen for name, seen in sizes.items() if _is_passing(seen)}
+        for name, seen in (alone or sizes).items():
+            yield _size_finding(graph.inputs, name, seen)
+
+
+def _sizes_by_name(graph: WatchedGraph) -> dict[str, list[tuple[int | None, ...]]]:
+    """Collect, call by call, the changing sizes of each tensor and the value of each integer."""
+    columns: dict[str, list[int]] = {}
+    for position, each in enumerate(graph.inputs):
+        if len({call.sizes[position] for call in graph.calls}) > 1:
+            columns.setdefault(each.name.partition(_SIZE)[0], []).append(position)
+    return {
+        name: [tuple(call.sizes[position] for position in positions) for call in graph.calls]
+        for name, positions in columns.items()
+    }
+
+
+def _is_passing(values: Sequence[Hashable]) -> bool:
+    """Tell values that go by from those that come back after others: recorded once, replayed.
+
+    One value that did not come back may still.
+    """
+    runs = Counter(value for value, _ in groupby(values))
+    return sum(count == 1 for count in runs.values()) > 1 and 2 * len(runs) > len(values)
+
+
+def _size_finding(
+    inputs: tuple[WatchedInput, ...], name: str, seen: list[tuple[int | None, ...]]
+) -> Finding:
+    """Blame the tensor whose sizes change, or the integer itself."""
+    values = list(dict.fromkeys(seen))
+    shown = ", ".join("x".join(map(str, value)) for value in values)
+    is_size = any(each.name.startswith(f"{name}{_SIZE}") for each in inputs)
+    fix = (
+        f"pad {name} to one of a few sizes, so that sizes come back"
+        if is_size
+        else f"make {name} a tensor: torch.tensor({name}) on the model's device, written in place"
+    )
+    return Finding(
+        "rerecorded",
+        f"{len(values)} {'sizes' if is_size else 'values'} of {name} in {len(seen)} calls "
+        f"({shown}): a CUDA graph for each",
+        fix,
+        # The size itself has a line only where the code does arithmetic with it.
+        next((each.where for each in inputs if each.name == name and each.where), None)
+        or next((each.where for each in inputs if each.where), None),
+        name,
+        count=len(values) - 1,
+    )
 
 
 def _skip(reason: str) -> Finding:

@@ -38,10 +38,11 @@ class WatchedInput(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of a graph: address of each tensor (None: no tensor), value of each integer."""
+    """One call of a graph, by input: address of a tensor, value of an integer; None for others."""
 
     addresses: tuple[int | None, ...]
-    sizes: tuple[int, ...]
+    # Sizes of tensors, and integers of the user's.
+    sizes: tuple[int | None, ...]
 
 
 class GraphOutput(NamedTuple):
@@ -124,7 +125,7 @@ class Watcher:
         graph.calls.append(
             Call(
                 tuple(_address(value) for value in args),
-                tuple(int(value) for value in args if type(value) is int),
+                tuple(value if type(value) is int else None for value in args),
             )
         )
         graph.input_bytes = tuple(_bytes(value) for value in args)
