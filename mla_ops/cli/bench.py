@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import inspect
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from mla_ops.cli.bench_step import PAGE_SIZE, DecodeStep, StepShape
 from mla_ops.cli.bench_timing import Ceilings, Timing, ceilings, measure_us, pools_needed
 from mla_ops.cli.options import DTYPES, available_device, default_device, positive
 from mla_ops.diagnostics.environment import environment
+from mla_ops.diagnostics.json_text import json_text
 from mla_ops.ops._selection import BACKENDS, reasons_against
 from mla_ops.presets import PRESETS
 from mla_ops.testing.numerics import OUT_BUDGET
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     report = _measure(plan, options.preset)
-    form = json.dumps(report, indent=2) if options.json else None
+    form = json_text(report) if options.json else None
     print(form or (as_csv(report) if options.csv else as_table(report)))
     if options.plot is not None:
         plot(report, options.plot)

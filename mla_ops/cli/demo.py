@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from torch import Tensor
 from mla_ops.cli.model import DemoModel, demo_config, read_prompts
 from mla_ops.cli.options import DTYPES, available_device, default_device, positive
 from mla_ops.diagnostics import Measurement, measuring
+from mla_ops.diagnostics.json_text import json_text
 from mla_ops.ops._selection import backend_report
 from mla_ops.presets import PRESETS
 
@@ -260,7 +260,7 @@ def _as_table(rows: list[Row]) -> str:
 def _as_json(rows: list[Row]) -> str:
     facts = {row.name: row.value for row in rows}
     failed = [row.name for row in rows if not row.holds]
-    return json.dumps({"facts": facts, "failed": failed}, indent=2)
+    return json_text({"facts": facts, "failed": failed})
 
 
 def _say(text: str) -> None:

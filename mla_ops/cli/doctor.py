@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import sys
 
 import torch
@@ -20,6 +19,7 @@ from mla_ops.cli.doctor_report import (
 )
 from mla_ops.cli.options import available_device, default_device
 from mla_ops.diagnostics.environment import Environment, environment
+from mla_ops.diagnostics.json_text import json_text
 from mla_ops.ops._selection import BACKENDS, backend_report
 from mla_ops.ops.decode import mla_decode
 from mla_ops.testing.inputs import make_decode_inputs
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     report = examine(device)
-    print(json.dumps(report, indent=2) if options.json else as_text(report))
+    print(json_text(report) if options.json else as_text(report))
     return 0 if report["ok"] else 1
 
 

@@ -45,7 +45,8 @@ class CheckFinding(TypedDict):
         name: the operator or the backend.
         device: where it ran.
         passed: whether it held.
-        relative_error: of a decode, RMS against float64; null for an operator and for a crash.
+        relative_error: of a decode, RMS against float64; null for an operator, after a crash, and
+            where it is no finite number.
         error: what failed; null if it passed.
     """
 

@@ -14,6 +14,8 @@ import torch
 
 from mla_ops.cli.options import positive
 from mla_ops.diagnostics import explain
+from mla_ops.diagnostics.finding import KINDS, Finding
+from mla_ops.diagnostics.report import ExplainReport, Facts
 
 __all__ = ["configure", "run"]
 
@@ -35,8 +37,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=MODES, default="reduce-overhead", help="of torch.compile"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--json", action="store_true", help="print JSON, described below")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if anything is found")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    described = "\n\n".join(
+        f"{kind.__name__}: {inspect.getdoc(kind)}" for kind in (ExplainReport, Facts, Finding)
+    )
+    kinds = "\n".join(f"    {kind}: {cost}" for kind, cost in KINDS.items())
+    parser.epilog = f"JSON:\n\n{described}\n\nKINDS:\n{kinds}"
 
 
 def run(options: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from mla_ops.diagnostics.replay_findings import (
     overwritten_finding,
     replay_findings,
 )
-from mla_ops.diagnostics.report import Report
+from mla_ops.diagnostics.report import Facts, Report
 from mla_ops.diagnostics.watch import GraphOutput, Watcher
 
 __all__ = ["explain"]
@@ -154,9 +154,7 @@ def _graphs(recorder: Recorder, watcher: Watcher, big_bytes: int) -> list[Findin
     ]
 
 
-def _facts(
-    measured: Measurement, recorder: Recorder, watcher: Watcher, steps: int
-) -> dict[str, int | None]:
+def _facts(measured: Measurement, recorder: Recorder, watcher: Watcher, steps: int) -> Facts:
     capturable = [graph for graph in recorder.graphs if graph.wants_cudagraphs and graph.on_cuda]
     partitions = sum(graph.facts.partitions for graph in capturable if graph.facts)
     metadata = None

@@ -43,10 +43,11 @@ class Finding:
         kind: one of ``KINDS``.
         what: what happened, in one line.
         fix: what mends it.
-        where: "file:line" in the user's source; None if it cannot be told.
-        argument: the tensor or value, by the name the user's code has for it.
-        operator: the operator.
-        bytes: bytes copied a step.
+        where: "file:line" in the user's source; None (null) if it cannot be told.
+        argument: the tensor or value, by the name the user's code has for it; None if there is
+            none to blame.
+        operator: the operator; None if there is none to blame.
+        bytes: bytes copied a step; None where nothing is copied.
         count: how often.
     """
 

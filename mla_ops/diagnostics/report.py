@@ -3,18 +3,69 @@
 from __future__ import annotations
 
 import io
-import json
 import textwrap
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from typing import TypedDict
 
 from mla_ops.diagnostics.finding import KINDS, Finding
+from mla_ops.diagnostics.json_text import json_text
 from mla_ops.diagnostics.lines import shown_line
 
-__all__ = ["Report"]
+__all__ = ["ExplainReport", "Facts", "Report"]
 
 _WIDTH = 99
+SCHEMA = "mla_ops.explain/1"
+
+
+class Facts(TypedDict):
+    """Figures of a run; null where torch does not tell.
+
+    Attributes:
+        steps: calls that were asked for.
+        graphs: graphs compiled, recompilations included.
+        graph_breaks: graph breaks.
+        recompiles: compilations of a frame that already had one.
+        cudagraphs_asked: graphs on CUDA that asked for CUDA graphs.
+        cudagraphs_recorded: CUDA graphs recorded.
+        cudagraphs_replayed: CUDA graphs replayed; null without a GPU.
+        cudagraphs_rerecorded: recordings beyond one for each piece and set of sizes.
+        cudagraphs_skipped: times torch left CUDA graphs out and said so.
+        partitions: pieces of the graphs that CUDA graphs may record.
+        metadata_launches: computations of scheduler metadata a step.
+        kernels: kernels that Inductor generated, calls a step.
+        bytes_copied: bytes a step in copies of big buffers.
+    """
+
+    steps: int
+    graphs: int | None
+    graph_breaks: int | None
+    recompiles: int | None
+    cudagraphs_asked: int
+    cudagraphs_recorded: int | None
+    cudagraphs_replayed: int | None
+    cudagraphs_rerecorded: int | None
+    cudagraphs_skipped: int | None
+    partitions: int
+    metadata_launches: int | None
+    kernels: int | None
+    bytes_copied: int | None
+
+
+class ExplainReport(TypedDict):
+    """All that ``explain --json`` prints.
+
+    Attributes:
+        schema: "mla_ops.explain/1"; the number changes when a field changes its meaning.
+        ok: whether nothing was found.
+        facts: figures of the run.
+        findings: causes of lost time, the worst kinds first.
+    """
+
+    schema: str
+    ok: bool
+    facts: Facts
+    findings: list[Finding]
 
 
 @dataclass(frozen=True)
@@ -22,16 +73,11 @@ class Report:
     """What ``explain`` found.
 
     Attributes:
-        facts: figures of the run, "unknown" (None) where torch does not tell: ``steps``,
-            ``graphs``, ``graph_breaks``, ``recompiles``, ``cudagraphs_asked`` (graphs on CUDA that
-            asked for them), ``cudagraphs_recorded``, ``cudagraphs_replayed``,
-            ``cudagraphs_rerecorded``, ``cudagraphs_skipped``, ``partitions`` (pieces that CUDA
-            graphs may record), ``metadata_launches`` a step, ``kernels`` a step,
-            ``bytes_copied`` a step in copies of big buffers.
+        facts: figures of the run, "unknown" (None) where torch does not tell.
         findings: what costs time, in the order of ``KINDS``.
     """
 
-    facts: Mapping[str, int | None]
+    facts: Facts
     findings: tuple[Finding, ...]
 
     @property
@@ -40,18 +86,11 @@ class Report:
         return not self.findings
 
     def to_json(self) -> str:
-        """Return the report as JSON.
-
-        The object has ``ok`` (bool), ``facts`` (name -> integer or null) and ``findings``, a list
-        of objects with ``kind``, ``what``, ``fix``, ``where``, ``argument``, ``operator``,
-        ``bytes`` (strings and an integer, or null) and ``count`` (integer).
-        """
-        body = {
-            "ok": self.ok,
-            "facts": dict(self.facts),
-            "findings": [asdict(finding) for finding in self.findings],
-        }
-        return json.dumps(body, indent=2)
+        """Return the report as JSON, an ``ExplainReport``; what is None here is null there."""
+        findings = [asdict(finding) for finding in self.findings]
+        return json_text(
+            {"schema": SCHEMA, "ok": self.ok, "facts": self.facts, "findings": findings}
+        )
 
     def raise_if_failed(self) -> None:
         """Do nothing if nothing was found.
@@ -128,5 +167,5 @@ def _spaced(name: str) -> str:
     return name.replace("_", " ").replace("cudagraphs", "CUDA graphs")
 
 
-def _number(value: int | None) -> str:
+def _number(value: object) -> str:
     return "unknown" if value is None else str(value)

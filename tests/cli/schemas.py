@@ -1,23 +1,28 @@
-"""Checks JSON against the TypedDict that documents it."""
+"""Checks JSON against the TypedDict or dataclass that documents it."""
 
+import dataclasses
 import inspect
 import types
 from typing import Union, get_args, get_origin, get_type_hints, is_typeddict
 
 
+def is_record(kind):
+    return is_typeddict(kind) or dataclasses.is_dataclass(kind)
+
+
 def assert_documented(kind):
-    """Every field of a TypedDict, and of those it holds, has its line in a docstring."""
+    """Every field of a record, and of those it holds, has its line in a docstring."""
     described = inspect.getdoc(kind).split("Attributes:")[1]
     for name, hint in get_type_hints(kind).items():
         assert f"    {name}: " in described, f"{kind.__name__}.{name} is not described"
         for inner in (hint, *get_args(hint)):
-            if is_typeddict(inner):
+            if is_record(inner):
                 assert_documented(inner)
 
 
 def assert_matches(value, kind, where="$"):
     """The value has exactly the fields and types of ``kind``."""
-    if is_typeddict(kind):
+    if is_record(kind):
         hints = get_type_hints(kind)
         assert isinstance(value, dict), where
         assert set(value) == set(hints), f"{where}: {set(value) ^ set(hints)}"

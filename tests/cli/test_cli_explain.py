@@ -4,8 +4,11 @@ import json
 import textwrap
 
 import pytest
+from schemas import assert_documented, assert_matches
 
 from mla_ops.__main__ import main
+from mla_ops.diagnostics.finding import KINDS, Finding
+from mla_ops.diagnostics.report import ExplainReport, Facts
 
 MODULE = textwrap.dedent(
     """
@@ -60,6 +63,8 @@ def test_findings_fail_only_in_strict_mode(capsys):
     status, text, _ = run(capsys, "explained_models:faulty", "--json", "--steps", "2")
     assert status == 0
     body = json.loads(text)
+    assert_documented(ExplainReport)
+    assert_matches(body, ExplainReport)
     assert body["facts"]["steps"] == 2
     (found,) = body["findings"]
     assert (found["kind"], found["argument"]) == ("mutated_input", "kv")
@@ -69,6 +74,17 @@ def test_findings_fail_only_in_strict_mode(capsys):
     assert "mark_static_address(kv)" in text
     status, _, _ = run(capsys, "explained_models:faulty", "--strict", "--mode", "default")
     assert status == 0
+
+
+def test_help_documents_the_json(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["explain", "--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    assert 'schema: "mla_ops.explain/1"' in text
+    fields = [name for kind in (ExplainReport, Facts, Finding) for name in kind.__annotations__]
+    for name in (*fields, *KINDS):
+        assert f"    {name}: " in text
 
 
 def test_arguments_of_each_step(capsys):

@@ -22,7 +22,7 @@ def test_json_and_strict():
         models.scaled, inputs=lambda step: (torch.ones(WIDTH), 0.5 + step), mode="default"
     )
     body = json.loads(report.to_json())
-    assert set(body) == {"ok", "facts", "findings"}
+    assert set(body) == {"schema", "ok", "facts", "findings"}
     assert body["ok"] is False
     assert body["facts"]["recompiles"] == 1
     (found,) = body["findings"]
