@@ -19,7 +19,10 @@ Step = Callable[[int], tuple[Tap, ...]]
 
 
 class Captured(NamedTuple):
-    """What a way of capturing did; None where there is no such thing."""
+    """What a way of capturing did; None where there is no such thing.
+
+    Recordings are those of the whole run, replays those of the steps: warm-up replays too.
+    """
 
     graphs: int | None
     recordings: int | None
@@ -60,13 +63,16 @@ def _compiled(model: LoopModel, batch_sizes: Sequence[int]) -> Iterator[Stepper]
             torch.compiler.cudagraph_mark_step_begin()
             return compiled(batch_size)
 
+        _warm_up(step, batch_sizes)
+        warm = recorder.result().replays or 0
+
         def captured() -> Captured:
             seen = recorder.result()
             if not cuda:
                 return Captured(seen.graphs, None, None, None)
-            return Captured(seen.graphs, seen.recordings, seen.replays, seen.skips, seen.reasons)
+            replays = None if seen.replays is None else seen.replays - warm
+            return Captured(seen.graphs, seen.recordings, replays, seen.skips, seen.reasons)
 
-        _warm_up(step, batch_sizes)
         yield Stepper(step, captured)
 
 

@@ -22,9 +22,10 @@ def problems(settings: Settings, results: list[Result]) -> list[str]:
             continue
         if seen.skips != 0:
             found.append(f"rank {rank}: {seen.skips} skips {'; '.join(seen.reasons)}".strip())
-        if seen.recordings is None or not 1 <= seen.recordings <= sizes:
+        # Fewer recordings leave a size uncaptured, fewer replays a step.
+        if seen.recordings != sizes:
             found.append(f"rank {rank}: {seen.recordings} recordings of {sizes} sizes")
-        if seen.replays is None or seen.replays < settings.steps:
+        if seen.replays != settings.steps:
             found.append(f"rank {rank}: {seen.replays} replays in {settings.steps} steps")
     return found
 

@@ -3,8 +3,8 @@
 DeepSeek-V2-Lite attention decodes requests of random length that arrive and finish. The batch is
 padded to the next captured size. Data-parallel ranks agree on that size at each step; a rank
 without requests runs a dummy batch of length 0 rows. Sampled steps are compared with float64
-attention over the caches. The exit status is 1 after a fault, a stale result, a skipped capture
-or more than one recording of a size.
+attention over the caches. The exit status is 1 after a fault, a stale result, a skipped capture,
+or unless each rank has one recording for each size and one replay for each step.
 
     python scripts/decode_loop.py --steps 2000 --capture reduce-overhead
     python scripts/decode_loop.py --batch-sizes 16 --data-parallel 1 --compare-eager

@@ -1,15 +1,19 @@
 """scripts/decode_loop.py on the CPU: two ranks for 100 steps, and planted faults it must find."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import _loop_capture
 import _loop_worker
 import decode_loop
 import pytest
+import torch
 from _loop_capture import Captured
 from _loop_plants import PLANTS
 from _loop_report import problems
@@ -187,11 +191,14 @@ GOOD = Captured(graphs=1, recordings=2, replays=60, skips=0)
     [
         (GOOD, None),
         (GOOD._replace(recordings=3), "3 recordings of 2 sizes"),
+        (GOOD._replace(recordings=1), "1 recordings of 2 sizes"),
         (GOOD._replace(recordings=0), "0 recordings"),
         (GOOD._replace(recordings=None), "None recordings"),
         (GOOD._replace(skips=1, reasons=("mutated inputs",)), "1 skips mutated inputs"),
         (GOOD._replace(skips=None), "None skips"),
         (GOOD._replace(replays=59), "59 replays in 60 steps"),
+        (GOOD._replace(replays=64), "64 replays in 60 steps"),
+        (GOOD._replace(replays=None), "None replays"),
     ],
 )
 def test_captures_that_are_not_as_promised_are_problems(seen, message):
@@ -199,6 +206,30 @@ def test_captures_that_are_not_as_promised_are_problems(seen, message):
     found = problems(settings, [Result(checks=1, captured=seen)])
     assert [text for text in found if message is None or message not in text] == []
     assert len(found) == (message is not None)
+
+
+def test_replays_of_the_warm_up_are_no_replays_of_steps(monkeypatch):
+    """Symptom: eager steps, as many as the warm-up replayed, went unnoticed."""
+    calls = []
+
+    def result():
+        # Each size warms up, records, and replays what it recorded from then on.
+        sizes = [size for index, size in enumerate(calls) if size in calls[:index]]
+        return SimpleNamespace(
+            graphs=1, recordings=len(set(sizes)), replays=len(sizes), skips=0, reasons=()
+        )
+
+    @contextlib.contextmanager
+    def measuring():
+        yield SimpleNamespace(result=result)
+
+    monkeypatch.setattr(_loop_capture, "measuring", measuring)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: calls.append)
+    model = SimpleNamespace(tokens=SimpleNamespace(is_cuda=True))
+    with _loop_capture._compiled(model, (2, 4)) as stepper:
+        for size in (2, 2, 4):
+            stepper.step(size)
+        assert stepper.captured() == Captured(1, recordings=2, replays=3, skips=0)
 
 
 def test_a_run_without_checks_or_with_faults_is_no_pass():
