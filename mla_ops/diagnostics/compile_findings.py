@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from mla_ops.diagnostics.finding import Finding
-from mla_ops.diagnostics.lines import readable_name, user_line
+from mla_ops.diagnostics.lines import is_outer, readable_name, user_line
 from mla_ops.diagnostics.measurement import GraphBreak, Measurement, Recompile
 from mla_ops.diagnostics.watch import WatchedGraph
 
@@ -15,6 +16,12 @@ __all__ = ["compile_findings", "untraced_findings"]
 # What a break is about -> its operator ("" where there is none) and what mends it.
 _BREAKS = (
     (r"Tensor\.item\(\)", "Tensor.item", "keep the value a tensor; do not call .item() on it"),
+    (
+        r"Tensor\.tolist\(\)",
+        "Tensor.tolist",
+        "keep the values a tensor; do not call .tolist() on it",
+    ),
+    (r"bind arguments", "", "call it with the arguments that its signature has"),
     (r"generic_jump|Data-dependent branching", "if", "choose with torch.where or torch.cond"),
     (r"builtin operator `(print)`", "print", "print outside the compiled function"),
     (
@@ -35,27 +42,42 @@ _BREAKS = (
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break", "remove the call"),
 )
 _OPERATOR = re.compile(r"context: ((?:aten|prims|\w+)\.\w+(?:\.\w+)?)|`(\w+\.\w+\.\w+)`")
-_HINT = re.compile(r"Hint: (.+)")
+# Hints that mend something; torch has others, for whoever works on torch.
+_HINT = re.compile(r"Hint: (?!It may be possible to write Dynamo|This is likely to be a)(.+)")
 _ENTRY = re.compile(r"^\[?\d+/(\d+)")
 _SHAPE = re.compile(r"tensor '([^']+)' (\w+(?: \w+)*) mismatch(.*)")
 _SIZE_OF = re.compile(r"(L\[.+?\]|\w[\w.\[\]']*)\.(?:size|stride)\(\)\[(\d+)\]")
-_VALUE = re.compile(r"(.+?)\s*==\s*(-?[\d.]+(?:e[-+]?\d+)?|True|False|None|'[^']*')(?:\s|$)")
+_NUMBER = re.compile(r".+\s==\s*-?[\d.]+(?:e[-+]?\d+)?(?:\s|$)")
+_CALL = re.compile(r"[\w.]+\(")
+# A name with what is reached from it, as in (2.0*self.layers[0].scale); no call.
+_PATH = re.compile(r"(?<![\w.'\"\]])[A-Za-z_]\w*(?:\.\w+|\[[^\[\]]*\])*(?![\w.(\[])")
+_NO_NAMES = frozenset(("not", "is", "in", "and", "or", "None", "True", "False", "GLOBAL_STATE"))
 
 
 def compile_findings(
-    measured: Measurement, graphs: Iterable[WatchedGraph], *, cudagraphs: bool
+    measured: Measurement,
+    graphs: Iterable[WatchedGraph],
+    argument_names: Mapping[str, str],
+    *,
+    cudagraphs: bool,
 ) -> Iterator[Finding]:
     """Explain breaks and recompilations.
 
     Args:
         measured: what the recorder saw.
         graphs: the graphs the backend was given.
+        argument_names: of the function, where Dynamo only has args[0].
         cudagraphs: whether CUDA graphs are asked for: they want a few fixed sizes.
     """
     yield from map(_break, measured.breaks or ())
     lines = {each.name: each.where for graph in graphs for each in graph.inputs if each.where}
-    for recompile in measured.recompiles or ():
-        yield _recompile(recompile, lines, cudagraphs)
+    found = [
+        _recompile(each, lines, argument_names if is_outer(each.compile_id) else {}, cudagraphs)
+        for each in measured.recompiles or ()
+    ]
+    # Later guards of a value come without a line.
+    told = {each.argument: each.where for each in found if each.where}
+    yield from (replace(each, where=each.where or told.get(each.argument)) for each in found)
 
 
 def untraced_findings(measured: Measurement, reasons: Iterable[str]) -> Iterator[Finding]:
@@ -84,38 +106,39 @@ def _break(entry: GraphBreak) -> Finding:
     return Finding("graph_break", what, fix, where, operator=operator or None)
 
 
-def _recompile(recompile: Recompile, lines: dict[str, str], cudagraphs: bool) -> Finding:
+def _recompile(
+    recompile: Recompile,
+    lines: dict[str, str],
+    argument_names: Mapping[str, str],
+    cudagraphs: bool,
+) -> Finding:
     guard = _latest(recompile.guards)
     # The guard, then "# the line  # file in function", then a stack of the user's lines.
     text = _ENTRY.sub("", guard.split("\n")[0]).removeprefix(": ").split("  #")[0].strip()
     where = user_line(guard)
+    what = f"the guard failed: {readable_name(text, argument_names) or 'unknown'}"
     shape, size = _SHAPE.search(text), _SIZE_OF.search(text)
     if shape or size:
-        name = readable_name(shape[1] if shape else size[1] if size else "")
+        name = readable_name(shape[1] if shape else size[1] if size else "", argument_names)
         fix = _size_fix(name, shape[2] if shape else "size", text, cudagraphs)
-        return Finding(
-            "recompile_shape",
-            f"the guard failed: {text}",
-            fix,
-            where or lines.get(name) or _any(lines),
-            argument=name,
-        )
-    value = _VALUE.search(text)
-    if value:
-        name = readable_name(value[1])
-        tensor = f"torch.tensor({name})"
-        if re.match(r"G\['\w+'\]\s*==", text):
-            fix = f"pass {name} as an argument: {tensor} on the model's device; or never change it"
-            return Finding(
-                "recompile_global", f"the guard failed: {text}", fix, where, argument=name
-            )
-        if re.fullmatch(r"-?[\d.]+(?:e[-+]?\d+)?", value[2]):
-            fix = f"make {name} a tensor: {tensor} on the model's device, written in place"
-            return Finding(
-                "recompile_value", f"the guard failed: {text}", fix, where, argument=name
-            )
-    fix = "make what the guard names the same at every step"
-    return Finding("recompile_other", f"the guard failed: {text or 'unknown'}", fix, where)
+        where = where or lines.get(name) or _any(lines)
+        return Finding("recompile_shape", what, fix, where, argument=name)
+    source = next((each for each in _PATH.findall(text) if each not in _NO_NAMES), "")
+    name = readable_name(source, argument_names)
+    where = where or lines.get(name)
+    tensor = f"torch.tensor({name})"
+    if source.startswith("G[") and "==" in text:
+        fix = f"pass {name} as an argument: {tensor} on the model's device; or never change it"
+        return Finding("recompile_global", what, fix, where, argument=name)
+    if text.startswith("len("):
+        fix = f"give {name} the same length at every step"
+        return Finding("recompile_other", what, fix, where, argument=name or None)
+    # Of list(dict.keys(d))[0] == 0 the number is none of the user's.
+    if name and _NUMBER.match(text) and not _CALL.match(text):
+        fix = f"make {name} a tensor: {tensor} on the model's device, written in place"
+        return Finding("recompile_value", what, fix, where, argument=name)
+    fix = f"make {name or 'what the guard names'} the same at every step"
+    return Finding("recompile_other", what, fix, where, argument=name or None)
 
 
 def _latest(guards: tuple[str, ...]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from mla_ops.diagnostics.compile_findings import compile_findings, untraced_find
 from mla_ops.diagnostics.copy_findings import copy_findings
 from mla_ops.diagnostics.finding import KINDS, Finding, merged
 from mla_ops.diagnostics.graph_findings import graph_findings
+from mla_ops.diagnostics.lines import argument_names
 from mla_ops.diagnostics.measure import BIG_BYTES, Recorder, measuring
 from mla_ops.diagnostics.measurement import Measurement
 from mla_ops.diagnostics.replay_findings import (
@@ -24,7 +25,7 @@ from mla_ops.diagnostics.replay_findings import (
 from mla_ops.diagnostics.report import Facts, Report
 from mla_ops.diagnostics.watch import GraphOutput, Watcher
 
-__all__ = ["explain"]
+__all__ = ["explain", "explain_calls"]
 
 
 def explain(
@@ -64,13 +65,30 @@ def explain(
     """
     if args and inputs is not None:
         raise TypeError("explain: args must be empty with inputs=, got both (give one of them)")
+    given = inputs or (lambda step: args)
+    report = explain_calls(fn, given, kwargs, steps=steps, mode=mode, big_bytes=big_bytes)
+    if strict:
+        report.raise_if_failed()
+    return report
+
+
+def explain_calls(
+    fn: Callable[..., Any],
+    inputs: Callable[[int], Sequence[Any]],
+    kwargs: Mapping[str, Any],
+    *,
+    steps: int,
+    mode: str | None,
+    big_bytes: int = BIG_BYTES,
+) -> Report:
+    """Do what ``explain`` does, for keyword arguments of any name."""
     if steps < 1:
         raise ValueError(f"explain: steps must be at least 1, got {steps}")
     fn = uncompiled(fn)
-    watcher, known = Watcher(mode), unsupported()
+    names = argument_names(fn)
+    watcher, known = Watcher(mode, names), unsupported()
     with measuring(big_bytes) as recorder:
-        given = inputs or (lambda step: args)
-        error, kept = _run(torch.compile(fn, backend=watcher), watcher, steps, given, kwargs)
+        error, kept = _run(torch.compile(fn, backend=watcher), watcher, steps, inputs, kwargs)
         overwritten = overwritten_finding(error) if error else None
         measured = recorder.result()
     cudagraphs = asks_for_cudagraphs(mode)
@@ -78,7 +96,7 @@ def explain(
     if overwritten is not None and not watcher.fed_back:
         held.append(overwritten)
     found = [
-        *compile_findings(measured, watcher.graphs.values(), cudagraphs=cudagraphs),
+        *compile_findings(measured, watcher.graphs.values(), names, cudagraphs=cudagraphs),
         *_graphs(recorder, watcher, big_bytes),
         *replay_findings(measured, recorder.graphs, watcher, explained=bool(held)),
         *held,
@@ -90,10 +108,7 @@ def explain(
             raise error
         found.append(_failed(error))
     findings = sorted(merged(found), key=lambda finding: list(KINDS).index(finding.kind))
-    report = Report(_facts(measured, recorder, watcher, steps), tuple(findings))
-    if strict:
-        report.raise_if_failed()
-    return report
+    return Report(_facts(measured, recorder, watcher, steps), tuple(findings))
 
 
 def _run(
@@ -101,7 +116,7 @@ def _run(
     watcher: Watcher,
     steps: int,
     inputs: Callable[[int], Sequence[Any]],
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
 ) -> tuple[Exception | None, list[GraphOutput]]:
     """Run the steps.
 

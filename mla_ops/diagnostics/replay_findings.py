@@ -20,7 +20,7 @@ __all__ = ["expected_recordings", "kept_findings", "overwritten_finding", "repla
 
 _COPY_OUT = (
     "copy it into a buffer of fixed address in the step (register_buffer once, then "
-    "self.{0}.copy_(value)), or clone it outside the compiled function"
+    "{0}.copy_(value)), or clone it outside the compiled function"
 )
 # How Dynamo names the size of an input: x.size()[0].
 _SIZE = ".size()["
@@ -93,7 +93,7 @@ def kept_findings(
             yield Finding(
                 "kept_output",
                 f"{name or 'something'} keeps an output of the step after it",
-                _COPY_OUT.format((name or "kept").rpartition(".")[2]),
+                _COPY_OUT.format(name or "self.kept"),
                 output.where,
                 name,
             )
@@ -107,7 +107,7 @@ def overwritten_finding(error: BaseException) -> Finding | None:
     return Finding(
         "overwritten_output",
         "an output of an earlier step was read after a replay had overwritten it",
-        _COPY_OUT.format("kept"),
+        _COPY_OUT.format("self.kept"),
         user_line(text),
     )
 
@@ -117,7 +117,7 @@ def _fed_back(seen: FedBack) -> Finding:
     return Finding(
         "overwritten_output",
         f"{name} is an output of an earlier step, which this step overwrites",
-        _COPY_OUT.format(name.rpartition(".")[2]),
+        _COPY_OUT.format(name),
         seen.output.where or seen.input.where,
         name,
     )

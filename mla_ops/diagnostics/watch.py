@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from mla_ops import _torch_graphs as private
 from mla_ops._torch import storage_id
 from mla_ops.diagnostics.copies import operator_name
-from mla_ops.diagnostics.lines import readable_name, user_line
+from mla_ops.diagnostics.lines import is_outer, readable_name, user_line
 from mla_ops.diagnostics.walk import first_write
 
 __all__ = ["Call", "FedBack", "GraphOutput", "WatchedGraph", "WatchedInput", "Watcher"]
@@ -86,12 +86,14 @@ class Watcher:
 
     Args:
         mode: of ``torch.compile``.
+        argument_names: of the function, where Dynamo only has args[0].
     """
 
-    def __init__(self, mode: str | None) -> None:
+    def __init__(self, mode: str | None, argument_names: Mapping[str, str]) -> None:
         self.graphs: dict[str, WatchedGraph] = {}
         self.fed_back: list[FedBack] = []
         self.step = 0
+        self._argument_names = argument_names
         self._inductor = private.inductor_backend(mode)
         self._outputs: list[GraphOutput] = []
 
@@ -101,7 +103,9 @@ class Watcher:
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile with Inductor."""
-        graph = WatchedGraph(private.compile_id(), _watched_inputs(module), _output_lines(module))
+        compile_id = private.compile_id()
+        names = self._argument_names if is_outer(compile_id) else {}
+        graph = WatchedGraph(compile_id, _watched_inputs(module, names), _output_lines(module))
         self.graphs[graph.compile_id] = graph
         compiled = self._inductor(module, inputs)
 
@@ -153,14 +157,14 @@ class Watcher:
                 )
 
 
-def _watched_inputs(module: fx.GraphModule) -> tuple[WatchedInput, ...]:
+def _watched_inputs(module: fx.GraphModule, names: Mapping[str, str]) -> tuple[WatchedInput, ...]:
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     found = []
     for node, each in zip(nodes, private.dynamo_inputs(module), strict=True):
         written = first_write(node)
         found.append(
             WatchedInput(
-                name=readable_name(each.source),
+                name=readable_name(each.source, names),
                 is_static=each.is_static,
                 where=user_line(each.first_use),
                 written_at=None if written is None else user_line(written.meta["stack_trace"]),
