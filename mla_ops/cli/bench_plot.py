@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,17 @@ def check_plot_path(path: Path) -> None:
     Raises:
         ValueError: matplotlib, the folder or the format is missing, with what mends it.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    try:
+        formats = _figure().canvas.get_supported_filetypes()
+    except ImportError as error:
         raise ValueError(
-            "bench: matplotlib must be installed for --plot, found none (pip install matplotlib)"
-        )
+            f"bench: matplotlib must be importable for --plot, got {error} "
+            "(pip install matplotlib)"
+        ) from None
     if not path.parent.is_dir():
         raise ValueError(
             f"bench: plot must be in a folder that exists, got {path} (mkdir -p {path.parent})"
         )
-    formats = _figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in formats:
         raise ValueError(
             f"bench: plot must end in one of {', '.join(sorted(formats))}, got {path.name} "

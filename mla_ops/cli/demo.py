@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import sys
 import threading
 import time
@@ -73,11 +72,15 @@ def run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     if options.transformers:
-        if importlib.util.find_spec("transformers") is None:
-            print("demo: transformers is missing (pip install transformers)", file=sys.stderr)
+        try:
+            from mla_ops.cli.demo_transformers import demo_transformers
+        except ImportError as error:
+            reason = str(error).split("\n")[0]
+            print(
+                f"demo: transformers must be importable, got {reason} (pip install transformers)",
+                file=sys.stderr,
+            )
             return 2
-        from mla_ops.cli.demo_transformers import demo_transformers
-
         rows = demo_transformers(device=device, num_layers=options.layers, steps=options.steps)
         print(_as_json(rows) if options.json else _as_table(rows))
         return 0 if all(row.holds for row in rows) else 1

@@ -6,14 +6,15 @@ import argparse
 import importlib
 import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mla_ops.cli.options import positive
-from mla_ops.diagnostics import explain
+from mla_ops.diagnostics.explain import explain_calls
 from mla_ops.diagnostics.finding import KINDS, Finding
 from mla_ops.diagnostics.report import ExplainReport, Facts
 
@@ -24,6 +25,8 @@ _TARGET = """package.module:factory. The factory takes no arguments and returns 
 module, or a tuple (fn, args) or (fn, args, kwargs): args is a tuple of the positional arguments,
 or a function that makes that tuple from the number of the step. fn is not compiled yet; it runs
 under torch.no_grad()."""
+
+Inputs = Callable[[int], Sequence[Any]]
 
 
 class _UserError(Exception):
@@ -52,16 +55,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         factory = _load(options.target)
         with torch.no_grad():
-            fn, args, kwargs = _unpack(options.target, factory())
+            fn, inputs, kwargs = _unpack(options.target, _make(options.target, factory))
+            report = explain_calls(fn, inputs, kwargs, steps=options.steps, mode=options.mode)
     except _UserError as error:
         print(f"explain: {error}", file=sys.stderr)
         return 2
-    given: dict[str, Any] = {"inputs": args} if callable(args) else {}
-    positional = () if callable(args) else args
-    with torch.no_grad():
-        report = explain(
-            fn, *positional, steps=options.steps, mode=options.mode, **given, **kwargs
-        )
     print(report.to_json() if options.json else report)
     failed = any(finding.kind == "step_failed" for finding in report.findings)
     return 1 if failed or (options.strict and not report.ok) else 0
@@ -69,7 +67,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _load(target: str) -> Callable[[], Any]:
     module_name, _, path = target.partition(":")
-    if not module_name or not path or module_name.startswith("."):
+    if "/" in module_name or module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise _UserError(
+            f"target must be package.module:factory, got a file in {target!r} (write "
+            f"{dotted}:{path or 'factory'}, in the folder it begins in)"
+        )
+    if not module_name or not all(path.split(".")) or module_name.startswith("."):
         raise _UserError(f"target must be package.module:factory, got {target!r}")
     # As python -m does: modules of the current folder come first.
     if os.getcwd() not in sys.path:
@@ -90,7 +94,7 @@ def _load(target: str) -> Callable[[], Any]:
                 f"{module_name} must have {name!r}, it has {', '.join(names) or 'no public name'}"
             )
         found = getattr(found, name)
-    if not callable(found) or _needs_arguments(found):
+    if not callable(found) or not _accepts(found):
         kind = "one that needs arguments" if callable(found) else type(found).__name__
         raise _UserError(
             f"{target} must be a function without arguments, got {kind} (write one that returns "
@@ -100,26 +104,58 @@ def _load(target: str) -> Callable[[], Any]:
     return factory
 
 
-def _needs_arguments(factory: Callable[..., Any]) -> bool:
+def _accepts(fn: Callable[..., Any], *args: Any) -> bool:
     try:
-        inspect.signature(factory).bind()
+        inspect.signature(fn).bind(*args)
     except TypeError:
-        return True
+        return False
     except ValueError:
         # A builtin without a signature: the call will tell.
-        return False
-    return False
+        return True
+    return True
 
 
-def _unpack(target: str, made: Any) -> tuple[Callable[..., Any], Any, Mapping[str, Any]]:
+def _make(target: str, factory: Callable[[], Any]) -> Any:
+    """Call the factory; its own errors keep their traceback, a missing GPU is told in a line."""
+    try:
+        return factory()
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        if torch.cuda.is_available() or not re.search(r"CUDA|NVIDIA", reason):
+            raise
+        raise _UserError(
+            f"{target} must make its model where torch finds no GPU, got {reason!r} (make it on "
+            "the CPU: most causes show there too; python -m mla_ops doctor tells why)"
+        ) from None
+
+
+def _unpack(target: str, made: Any) -> tuple[Callable[..., Any], Inputs, Mapping[str, Any]]:
     """Read what the factory returned."""
     parts = made if isinstance(made, tuple) else (made,)
     fn, args, kwargs = (*parts, *((None, (), {})[len(parts) :]))[:3]
     is_args = callable(args) or isinstance(args, tuple | list)
-    if len(parts) > 3 or not callable(fn) or not is_args or not isinstance(kwargs, Mapping):
+    is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    if len(parts) > 3 or not callable(fn) or not is_args or not is_named:
         shown = ", ".join(type(part).__name__ for part in parts)
         raise _UserError(
-            f"{target} must return fn, (fn, args) or (fn, args, kwargs) with args a tuple, "
-            f"got ({shown})"
+            f"{target} must return fn, (fn, args) or (fn, args, kwargs) with args a tuple and "
+            f"kwargs a dict of names, got ({shown})"
         )
-    return fn, args, kwargs
+    if not callable(args):
+        return fn, lambda step: args, kwargs
+    if not _accepts(args, 0):
+        raise _UserError(
+            f"{target}: args must be a tuple or a function of the step's number, got a function "
+            "of other arguments (write lambda step: (x,))"
+        )
+
+    def inputs(step: int) -> Sequence[Any]:
+        found = args(step)
+        if not isinstance(found, tuple | list):
+            raise _UserError(
+                f"{target}: args(step) must return a tuple, got {type(found).__name__} "
+                "(return (x,))"
+            )
+        return found
+
+    return fn, inputs, kwargs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import textwrap
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from typing import TypedDict
 
 from mla_ops.diagnostics.finding import KINDS, Finding
@@ -102,9 +101,12 @@ class Report:
             raise RuntimeError(self._plain())
 
     def __str__(self) -> str:
-        if self.ok or find_spec("rich") is None:
+        if self.ok:
             return self._plain()
-        return self._rich()
+        try:
+            return self._rich()
+        except ImportError:
+            return self._plain()
 
     def _plain(self) -> str:
         lines = [self._summary()]

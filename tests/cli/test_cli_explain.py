@@ -4,6 +4,7 @@ import json
 import textwrap
 
 import pytest
+import torch
 from schemas import assert_documented, assert_matches
 
 from mla_ops.__main__ import main
@@ -32,6 +33,28 @@ MODULE = textwrap.dedent(
 
     def wrong():
         return 3, 4
+
+    def wrong_names():
+        return nn.ReLU(), (torch.ones(2),), {1: 2}
+
+    def bare_step():
+        return nn.ReLU(), lambda step: torch.ones(2)
+
+    def no_step():
+        return nn.ReLU(), lambda: (torch.ones(2),)
+
+    def on_gpu():
+        return nn.Linear(4, 4).cuda(), (torch.ones(2, 4),)
+
+    def ill():
+        raise RuntimeError("no such layer")
+
+    def scaled(x, *, steps, mode, inputs):
+        return x * steps if mode else inputs
+
+    def names_of_ours():
+        kwargs = {"steps": torch.tensor(2), "mode": True, "inputs": None}
+        return scaled, (torch.ones(2),), kwargs
 
     class Made:
         @staticmethod
@@ -103,12 +126,18 @@ def test_nested_name_and_function_alone(capsys):
         ("explained_models", "target must be package.module:factory, got 'explained_models'"),
         ("explained_nothing:f", "module 'explained_nothing' must be importable, found none (run"),
         ("explained_models.sub:f", "module 'explained_models.sub' must be importable"),
-        ("explained_models:missing", "explained_models must have 'missing', it has Made, clean"),
+        ("explained_models:missing", "explained_models must have 'missing', it has Made, bare"),
         ("explained_models:number", "number must be a function without arguments, got int (write"),
         ("explained_models:step", "got one that needs arguments (write one that returns"),
         ("explained_models:number.real.x", "explained_models must have 'x', it has as_integer"),
         (".explained_models:clean", "target must be package.module:factory, got '.explained"),
         ("explained_models:wrong", "must return fn, (fn, args) or (fn, args, kwargs)"),
+        ("explained_models:wrong_names", "kwargs a dict of names, got (ReLU, tuple, dict)"),
+        ("explained_models:bare_step", "args(step) must return a tuple, got Tensor (return (x,))"),
+        ("explained_models:no_step", "a function of the step's number, got a function of other"),
+        ("explained_models:clean.", "target must be package.module:factory, got 'explained_mod"),
+        ("explained_models.py:clean", "(write explained_models:clean, in the folder it begins"),
+        ("./sub/models.py:clean", "got a file in './sub/models.py:clean' (write sub.models:clean"),
     ],
 )
 def test_what_cannot_be_loaded_is_told_in_one_line(capsys, target, message):
@@ -117,6 +146,28 @@ def test_what_cannot_be_loaded_is_told_in_one_line(capsys, target, message):
     assert error.startswith("explain: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_missing_gpu_is_told_in_one_line(capsys, monkeypatch):
+    """Symptom: a traceback out of torch.cuda for a factory that ends in .cuda()."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def no_gpu(*args):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.nn.Module, "cuda", no_gpu)
+    status, text, error = run(capsys, "explained_models:on_gpu")
+    assert (status, text, error.count("\n")) == (2, "", 1)
+    assert "must make its model where torch finds no GPU, got 'Torch not compiled" in error
+    assert "(make it on the CPU" in error
+    with pytest.raises(RuntimeError, match="no such layer"):
+        run(capsys, "explained_models:ill")
+
+
+def test_keywords_of_the_model_that_explain_has_too(capsys):
+    """Symptom: explain() got multiple values for keyword argument 'steps'."""
+    status, _, _ = run(capsys, "explained_models:names_of_ours", "--strict")
+    assert status == 0
 
 
 def test_missing_import_of_the_target_is_its_own_error(capsys):

@@ -1,6 +1,7 @@
 """The demo's claims hold, and a model that breaks them fails the command."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -103,3 +104,12 @@ def test_demo_on_cuda_is_recorded_without_skips(dtype, capsys):
     assert status == 0, facts
     assert facts["CUDA graph recordings"] >= 1
     assert facts["CUDA graph skips"] == 0
+
+
+def test_missing_transformers_are_told_in_one_line(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "mla_ops.cli.demo_transformers", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["demo", "--device", "cpu", "--transformers"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("demo: transformers must be importable, got import of transformers")
+    assert error.endswith("(pip install transformers)\n")
