@@ -90,13 +90,16 @@ def _bases(node: fx.Node) -> set[str]:
 
 def _computes(graph: fx.Graph, node: fx.Node | None, buffer: fx.Node | None) -> bool:
     """Tell whether what looks like a copy is an operator's own result: relu(x) of a big x."""
-    if node is None or _is_written(graph, buffer):
+    if node is None or _is_written_later(graph, node, buffer):
         return False
     return operator_name(node.target) not in COPYING
 
 
-def _is_written(graph: fx.Graph, buffer: fx.Node | None) -> bool:
-    return buffer is not None and any(mutates(node, root_of(buffer)) for node in graph.nodes)
+def _is_written_later(graph: fx.Graph, node: fx.Node | None, buffer: fx.Node | None) -> bool:
+    """Tell whether ``node`` or one after it writes the buffer, whose older value then matters."""
+    nodes = list(graph.nodes)
+    later = nodes if node is None else nodes[nodes.index(node) :]
+    return buffer is not None and any(mutates(each, root_of(buffer)) for each in later)
 
 
 def _kind(graph: fx.Graph, node: fx.Node | None, buffer: fx.Node | None) -> tuple[str, str]:
@@ -110,7 +113,7 @@ def _kind(graph: fx.Graph, node: fx.Node | None, buffer: fx.Node | None) -> tupl
             "write {name} with an operator that works in place (mla_ops.append_kv_), and give "
             "each layer a tensor of its own"
         )
-    if _is_written(graph, buffer):
+    if _is_written_later(graph, node, buffer):
         return "big_copy", (
             "{name} is written while an older value of it is still needed: read what you need "
             "(a few rows) before the write, and do not use or return the older value after it"

@@ -199,7 +199,9 @@ class _Reader:
         match = _PARAMETERS.search(source)
         names = [] if match is None else [_parameter(text) for text in match[1].split(",")]
         passed = list(zip(names, (self._root(argument) for argument in call.args), strict=False))
-        read = {root for name, root in passed if name.startswith("in_") and self._big(root)}
+        read = {
+            root for name, root in passed if self._big(root) and self._reads(source, name, root)
+        }
         elements = self._iterations(source, call)
         for name, root in passed:
             size = self._big(root) if name.startswith(_WRITTEN) else None
@@ -212,6 +214,14 @@ class _Reader:
                 sources = sorted(map(str, others))
                 text = f"{kernel}({', '.join(sources)} -> {root})"
                 self.facts.copies.append(BigCopy(size.bytes, text, (*sources, str(root))))
+
+    def _reads(self, source: str, name: str, root: str | None) -> bool:
+        """Tell whether a kernel reads a parameter; of its outputs, an input of the graph too."""
+        # A row of a cache written, then all of it read, in one kernel.
+        again = rf"(?:loadu?\(| = ){re.escape(name)}\b"
+        return name.startswith("in_") or (
+            root in self._inputs and re.search(again, source) is not None
+        )
 
     def _iterations(self, source: str, call: ast.Call) -> int | None:
         """Count the elements a kernel visits; None when it does not show."""
