@@ -51,7 +51,8 @@ _NUMBER = re.compile(r".+\s==\s*-?[\d.]+(?:e[-+]?\d+)?(?:\s|$)")
 _CALL = re.compile(r"[\w.]+\(")
 # A name with what is reached from it, as in (2.0*self.layers[0].scale); no call.
 _PATH = re.compile(r"(?<![\w.'\"\]])[A-Za-z_]\w*(?:\.\w+|\[[^\[\]]*\])*(?![\w.(\[])")
-_NO_NAMES = frozenset(("not", "is", "in", "and", "or", "None", "True", "False", "GLOBAL_STATE"))
+_NO_NAMES = frozenset(("not", "is", "in", "and", "or", "None", "True", "False"))
+_TORCH_STATE = re.compile(r"GLOBAL_STATE changed: (\w+)")
 
 
 def compile_findings(
@@ -123,6 +124,10 @@ def _recompile(
         fix = _size_fix(name, shape[2] if shape else "size", text, cudagraphs)
         where = where or lines.get(name) or _any(lines)
         return Finding("recompile_shape", what, fix, where, argument=name)
+    state = _TORCH_STATE.match(text)
+    if state:
+        fix = f"set {state[1]} of torch once, before the first step"
+        return Finding("recompile_other", what, fix, where)
     source = next((each for each in _PATH.findall(text) if each not in _NO_NAMES), "")
     name = readable_name(source, argument_names)
     where = where or lines.get(name)

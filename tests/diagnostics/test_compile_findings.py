@@ -171,3 +171,16 @@ def test_keyword_arguments_named_like_those_of_explain():
     report = explain_calls(fn, lambda step: (ones(),), kwargs, steps=2, mode="default")
     assert report.ok, str(report)
     assert report.facts["steps"] == 2
+
+
+def test_a_setting_of_torch_that_changes():
+    def inputs(step):
+        torch.set_default_dtype((torch.float32, torch.float64)[step])
+        return (ones(),)
+
+    try:
+        (found,) = explain(models.whole, inputs=inputs, steps=2).findings
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (found.kind, found.argument) == ("recompile_other", None)
+    assert found.fix == "set default_dtype of torch once, before the first step"
