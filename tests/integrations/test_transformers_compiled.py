@@ -9,7 +9,7 @@ import transformers
 from tiny_models import DENSE, HYBRID, SPARSE, cache_name, known, prompts, tiny_model
 
 from mla_ops.diagnostics.measure import measuring
-from mla_ops.integrations.transformers import MLAStaticCache, patch
+from mla_ops.integrations.transformers import MLAStaticCache, patch, unpatch
 
 
 def compile_config(**settings):
@@ -88,6 +88,12 @@ def test_inductor_on_more_architectures(model_type):
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "minicpm3", "deepseek_v32"])
 def test_cuda_graphs_are_recorded_once(model_type):
     model = tiny_model(model_type, **DENSE_ONLY).cuda()
+    report = patch(model)
+    if not report.layers:
+        # 5.17 caches the expanded keys of deepseek_v32: refused whole, with the reason.
+        assert "caches expanded keys" in report.skipped[0].reason
+        return
+    unpatch(model)
     measured, _ = check_three_calls(model, compile_config(mode="reduce-overhead"))
     assert measured.skips == 0, measured.reasons
     assert measured.recordings == 1
