@@ -120,7 +120,7 @@ def layers(write_lengths, *, in_place):
                 )
             append_kv_(pool, tokens.kv_c + layer, tokens.k_pe, tokens.slots)
             arguments = (tokens.q, pool, tokens.table, tokens.lengths, plan)
-            outs += mla_decode(*arguments, softmax_scale=0.1, head_dim_v=128)
+            outs.extend(mla_decode(*arguments, softmax_scale=0.1, head_dim_v=128))
             if write_lengths:
                 tokens.lengths.add_(1)
         return outs
