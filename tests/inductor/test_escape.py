@@ -83,28 +83,3 @@ def test_what_is_computed_of_a_cache_before_a_write_is_of_the_value_then(compute
     compiled(step, pools, tokens.kv_c)
     step((first, second), tokens.kv_c)
     torch.testing.assert_close(pools, [first, second], rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_ahead_of_time_too(tmp_path):
-    """The passes run in torch.export and AOTInductor: a clone between two writes stays one."""
-    tokens = make_tokens()
-
-    class Step(torch.nn.Module):
-        def forward(self, pool, kv_c):
-            append_kv_(pool, kv_c, tokens.k_pe, tokens.slots)
-            older = pool.clone()
-            append_kv_(pool, kv_c * 2, tokens.k_pe, tokens.slots)
-            append_kv_(older, kv_c * 3, tokens.k_pe, tokens.other_slots)
-            return older, pool.sum()
-
-    pool, kv_c = make_pool()[0].clone(), tokens.kv_c
-    with torch.no_grad(), caches_off():
-        program = torch.export.export(Step(), (pool.clone(), kv_c))
-        package = torch._inductor.aoti_compile_and_package(
-            program, package_path=str(tmp_path / "step.pt2")
-        )
-        ours, theirs = pool.clone(), pool.clone()
-        got = torch._inductor.aoti_load_package(package)(ours, kv_c)
-        expected = Step()(theirs, kv_c)
-    torch.testing.assert_close([*got, ours], [*expected, theirs])
