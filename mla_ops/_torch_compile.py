@@ -148,7 +148,8 @@ def _describe(code: str) -> GeneratedCode:
 def compile_events(callback: Callable[[str, str], None]) -> Iterator[bool]:
     """Call ``callback(trigger, compile_id)`` after each event, yield whether torch tells them.
 
-    Triggers: "DYNAMO" a frame was compiled, "CUDAGRAPH_RECORDING" a CUDA graph was recorded.
+    Triggers: "DYNAMO" a frame was compiled, "CUDAGRAPH_RECORDING" a CUDA graph was recorded,
+    "RESET" torch._dynamo.reset() forgot what was compiled, breaks and failed guards.
     """
     from torch._dynamo import callback as dynamo_callback
 
@@ -161,11 +162,24 @@ def compile_events(callback: Callable[[str, str], None]) -> Iterator[bool]:
     def tell(args: Any) -> None:
         callback(args.callback_trigger.name, str(args.compile_id))
 
+    before = vars(handler).get("clear")
+    clear = handler.clear
+
+    def clear_others() -> None:
+        # A reset drops every callback; ours is to go on.
+        clear()
+        handler.register_end_callback(tell)
+        callback("RESET", "")
+
     handler.register_end_callback(tell)
+    handler.clear = clear_others
     try:
         yield True
     finally:
-        # A reset inside the region has already dropped every callback.
+        if before is None:
+            del handler.clear
+        else:
+            handler.clear = before
         with contextlib.suppress(ValueError):
             handler.remove_end_callback(tell)
 

@@ -67,6 +67,7 @@ class Recorder:
         self._replays = 0
         self._events_known = False
         self._replays_known = False
+        self._breaks_known = True
         self._breaks_before = len(private.graph_breaks() or ())
         self._guards_seen = Counter(private.guard_failures() or ())
         self._graphs_before = private.counter("stats", "unique_graphs")
@@ -75,7 +76,7 @@ class Recorder:
     def result(self, outputs: Sequence[Any] = ()) -> Measurement:
         """Return what was seen so far."""
         graphs = _since(self._graphs_before, private.counter("stats", "unique_graphs"))
-        breaks = private.graph_breaks()
+        breaks = private.graph_breaks() if self._breaks_known else None
         facts = [graph.facts for graph in self.latest()]
         # Code that was never shown says nothing about copies, unless nothing was compiled.
         readable = bool(facts) or graphs == 0
@@ -138,6 +139,10 @@ class Recorder:
     def _add_event(self, trigger: str, compile_id: str) -> None:
         if trigger == "CUDAGRAPH_RECORDING":
             self._recordings += 1
+        elif trigger == "RESET":
+            # Breaks until now are gone from torch's list.
+            self._breaks_known = False
+            self._guards_seen.clear()
         elif trigger == "DYNAMO":
             failures = Counter(private.guard_failures() or ())
             new = tuple((failures - self._guards_seen).elements())

@@ -77,6 +77,24 @@ def test_graph_break_tells_reason_and_line():
     assert seen.launches == {"mla_ops_test_toy.append_": 1, "mla_ops_test_toy.read": 2}
 
 
+def test_a_reset_inside_loses_no_event_and_says_what_it_lost():
+    """Symptom: zero recordings of graphs that were replayed; torch forgets its callbacks, too."""
+    with measuring() as outer, measuring(reset=False) as recorder:
+        assert recorder.result().breaks == ()
+        for sizes in ((3, 4), (5, 6)):
+            torch._dynamo.reset()
+            step = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+            for size in sizes:
+                step(torch.ones(size))
+        seen = recorder.result()
+    assert len(seen.recompiles) == len(outer.result().recompiles) == 2
+    assert all("size mismatch" in recompile.guards[-1] for recompile in seen.recompiles)
+    assert seen.breaks is None
+    handler = torch._dynamo.callback.callback_handler
+    assert "clear" not in vars(handler)
+    assert handler.end_callbacks == []
+
+
 def test_recompiles_tell_the_guard_that_failed():
     pool, _, _ = pool_rows_slots()
 

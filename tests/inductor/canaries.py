@@ -1,8 +1,9 @@
 """Minimal reproductions of what torch does wrong with operators that mutate; torch alone.
 
 Run it to see which faults the installed torch has: ``python tests/inductor/canaries.py`` prints
-{name: whether the fault is there} as JSON. mla_ops mends or refuses each of them for its own
-operators; tests/inductor/test_canaries.py says from which version on torch needs no help.
+{name: whether the fault is there} as JSON. mla_ops mends or refuses them for its own operators, but
+for two that it cannot see: moved_elements_of_a_view and reused_at_an_offset.
+tests/inductor/test_canaries.py says from which version on torch needs no help.
 """
 
 import json
@@ -82,6 +83,23 @@ def absolute_offset():
     auto_functionalized_v2 replays the view at its absolute offset, on that input.
     """
     return differs(lambda x: add_(x[:2], 1.0), given=lambda x: x[3:], backend="aot_eager")
+
+
+def reused_at_an_offset():
+    """A graph traced with an input that begins its storage serves one that does not: no guard.
+
+    What its views are read at, the offset of the input, then counts twice. Inductor is right.
+    """
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda x: add_(x[2:], 1.0), backend="aot_eager", dynamic=True, fullgraph=True
+    )
+    ours, theirs = memory(), memory()
+    with torch.no_grad():
+        for part in (slice(0, 3), slice(3, 6)):
+            step(ours[part])
+            add_(theirs[part][2:], 1.0)
+    return not torch.equal(ours, theirs)
 
 
 def computed_before():
@@ -188,6 +206,7 @@ CANARIES = {
     "pad_by_nothing": lambda: copied_then_written(lambda x: torch.nn.functional.pad(x, (0, 0))),
     "symbolic_offset": symbolic_offset,
     "absolute_offset": absolute_offset,
+    "reused_at_an_offset": reused_at_an_offset,
     "kept_between": kept_between,
     "copied_between": copied_between,
     "copied_before": copied_before,

@@ -105,9 +105,7 @@ def captured_outcome(holder, dynamic, device):
     if result != "ok" or seen.captured:
         return f"{result}, recorded" if result == "ok" else result
     reason = seen.reasons[0] if seen.reasons else "not recorded"
-    return (
-        f"ok, {re.sub('^skipping cudagraphs due to ', 'skipped: ', reason.splitlines()[0])[:40]}"
-    )
+    return "ok, " + reason.replace("skipping cudagraphs due to", "skipped:").partition(" (")[0]
 
 
 def rows_of(name, device="cpu"):

@@ -22,9 +22,9 @@ __all__ = ["DecodeConfig", "decode_config", "mla_decode_out"]
 TILE_TOKENS = 64
 _LATENT, _HALF, _ROPE = 512, 256, 64
 _BATCH_BUCKETS = (1, 32, 128, 1024, 4096)
-# The combine kernel merges up to so many parts in one short, or one long, pass: a few SMs more
-# would cost more than they bring.
-_FEW_PARTS, _MANY_PARTS = 32, 128
+# The combine kernel merges up to so many parts in one short pass: a few SMs more would cost more
+# than they bring.
+_FEW_PARTS = 32
 # Row groups of all sequences, up to which each merge is spread over many blocks.
 _FEW_BLOCKS = 16
 _HERE: AbstractContextManager[Any] = contextlib.nullcontext()
@@ -59,9 +59,8 @@ def decode_config(batch_size: int, num_rows: int, multiprocessors: int = 132) ->
     groups = ceil_div(num_rows, row_tile)
     workers = max(multiprocessors // groups, 1)
     parts = workers // batch_size
-    for most in (_FEW_PARTS, _MANY_PARTS):
-        if most < parts <= most * 5 // 4:
-            parts, workers = most, most * batch_size
+    if _FEW_PARTS < parts <= _FEW_PARTS * 5 // 4:
+        parts, workers = _FEW_PARTS, _FEW_PARTS * batch_size
     blocks = batch_size * groups
     # Two warps leave room for more combine blocks beside the decode kernel. What spreads few
     # merges over the device, and no more blocks than many merges need:
