@@ -1,8 +1,8 @@
 """Minimal reproductions of what torch does wrong with operators that mutate; torch alone.
 
 Run it to see which faults the installed torch has: ``python tests/inductor/canaries.py`` prints
-{name: whether the fault is there} as JSON. mla_ops mends or refuses them for its own operators, but
-for two that it cannot see: moved_elements_of_a_view and reused_at_an_offset.
+{name: whether the fault is there} as JSON. mla_ops mends or refuses them for its own operators,
+but for two that it cannot see, moved_elements_of_a_view and reused_at_an_offset;
 tests/inductor/test_canaries.py says from which version on torch needs no help.
 """
 
