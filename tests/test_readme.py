@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import speed_table
 
 from mla_ops.__main__ import COMMANDS, main
 from mla_ops.testing.support import support_matrix
@@ -30,6 +31,11 @@ def test_support_matrix_is_the_generated_one():
     begin, end = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
     shown = README.read_text().split(begin)[1].split(end)[0].strip()
     assert shown == support_matrix(), "run scripts/support_matrix.py --write"
+
+
+def test_times_are_those_of_the_results():
+    shown = README.read_text().split(speed_table.BEGIN)[1].split(speed_table.END)[0].strip()
+    assert shown == speed_table.speed_table(), "run scripts/speed_table.py --write"
 
 
 def test_code_comes_by_line_10_and_the_two_commands_follow():
