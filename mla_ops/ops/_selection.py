@@ -171,16 +171,37 @@ def _preferences(shape: DecodeShape) -> tuple[str, ...]:
     return ("flash_mla", "gluon", "triton")
 
 
+def _why(shape: DecodeShape) -> str:
+    if shape.device.type != "cuda":
+        return f"all that serves {shape.device.type} beside the reference"
+    rows, width = shape.seqlen_q * shape.num_heads_q, shape.max_pages * shape.page_size
+    return (
+        f"fastest first on an H200 with S * H = {rows} query rows, batch {shape.batch_size} and "
+        f"a block table {width} tokens wide"
+    )
+
+
 @dataclass(frozen=True)
 class BackendReport:
-    """Every backend with the reasons why it cannot run, and the choice of "auto"."""
+    """Every backend with the reasons why it cannot run, and the choice of "auto" with its own.
+
+    Attributes:
+        shape: the call asked about.
+        reasons: why each backend cannot run; empty where it can.
+        choice: the backend "auto" takes: the first of ``order`` that runs, else the reference.
+        order: what "auto" tries, fastest first.
+        why: where that order comes from.
+    """
 
     shape: DecodeShape
     reasons: dict[str, tuple[str, ...]]
     choice: str
+    order: tuple[str, ...]
+    why: str
 
     def __str__(self) -> str:
-        lines = [f"auto -> {self.choice}"]
+        order = ", ".join(self.order) or "none"
+        lines = [f"auto -> {self.choice}", f"{'order':10} {order}: {self.why}"]
         for name, reasons in self.reasons.items():
             lines.append(f"{name:10} " + ("; ".join(reasons) if reasons else "runs"))
         return "\n".join(lines)
@@ -229,4 +250,4 @@ def backend_report(
         *(page_size * head_dim, head_dim),
     )
     reasons = {name: tuple(reasons_against(name, shape)) for name in BACKENDS}
-    return BackendReport(shape, reasons, _best(shape))
+    return BackendReport(shape, reasons, _best(shape), _preferences(shape), _why(shape))

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from mla_ops import BackendUnavailableError, backend_report, mla_decode
 from mla_ops.cli.bench_step import StepShape
+from mla_ops.ops import _selection
 from mla_ops.ops._selection import (
     BACKENDS,
     _preferences,
@@ -70,10 +71,34 @@ def test_the_report_names_every_backend_with_its_reasons():
     assert tuple(report.reasons) == BACKENDS
     assert report.reasons["cpu"] == report.reasons["reference"] == ()
     text = str(report)
-    assert text.startswith("auto -> cpu\n")
+    assert text.startswith(
+        "auto -> cpu\norder      cpu: all that serves cpu beside the reference\n"
+    )
     for backend in GPU_BACKENDS:
         assert report.reasons[backend]
         assert f"\n{backend:10} {report.reasons[backend][0]}" in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "choice"),
+    [
+        ({}, ("gluon", "triton", "flash_mla"), "gluon"),
+        ({"batch_size": 128}, ("flash_mla", "gluon", "triton"), "flash_mla"),
+        ({"batch_size": 32, "num_heads_q": 8, "max_seq_len": 512}, None, "gluon"),
+    ],
+)
+def test_the_report_says_why_where_every_backend_runs(monkeypatch, sizes, order, choice):
+    """Symptom: "auto -> gluon" and "runs" three times, without a word about the choice."""
+    monkeypatch.setattr(_selection, "reasons_against", lambda *args, **options: [])
+    report = backend_report(device="cuda", **sizes)
+    assert report.choice == report.order[0] == choice
+    assert order is None or report.order == order
+    rows, batch = sizes.get("num_heads_q", 16), sizes.get("batch_size", 1)
+    width = sizes.get("max_seq_len", 4096)
+    assert (
+        f"\norder      {', '.join(report.order)}: fastest first on an H200 with S * H = {rows} "
+        f"query rows, batch {batch} and a block table {width} tokens wide\n"
+    ) in str(report)
 
 
 def shapes(device):
