@@ -106,29 +106,21 @@ def step_us(step, device: str, repeats: int) -> float:
 def measure(options: argparse.Namespace, hidden: torch.Tensor, *, planned: bool, pooled: bool):
     """Return the result of one way to compile the model, and its figures."""
     torch._dynamo.reset()
-    reserved = 0
-    if options.device == "cuda":
-        torch.cuda.empty_cache()
     model = Model(options, planned=planned)
     mode = "reduce-overhead" if options.device == "cuda" else None
     with torch._inductor.config.patch(memory_planning=pooled), torch.inference_mode():
         compiled = torch.compile(model, mode=mode, fullgraph=True)
-        if options.device == "cuda":
-            reserved = torch.cuda.memory_reserved()
         # Under reduce-overhead: warm up, record, replay.
         peak = peak_bytes(lambda: compiled(hidden), options.device)
         result = [compiled(hidden).clone() for _ in range(3)][-1]
         if options.device == "cpu":
             peak = peak_bytes(lambda: compiled(hidden), options.device)
-        else:
-            reserved = torch.cuda.memory_reserved() - reserved
         micros = step_us(lambda: compiled(hidden), options.device, options.repeats)
     return result, {
         "outputs": "Inductor's" if planned else "the operator's",
         "pooled": pooled,
         "step_us": round(micros, 1),
         "peak_bytes": peak,
-        "reserved_bytes": reserved,
     }
 
 

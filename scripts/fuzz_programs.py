@@ -6,6 +6,7 @@ The programs are those of tests/inductor/programs.py: --seed picks others.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import warnings
@@ -13,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from _record import environment
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "inductor"))
@@ -26,6 +28,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=50, help="programs between progress lines")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     outcomes: Counter[str] = Counter()
@@ -50,6 +53,9 @@ def main() -> None:
 
     run()
     report(outcomes, begin)
+    if options.json:
+        record = environment() | {"seed": options.seed, "programs": dict(outcomes)}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(bool(outcomes["different"]))
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mla_ops.inductor.nodes import is_view
+
 __all__ = ["collapse_metadata"]
 
 
@@ -31,8 +33,10 @@ def collapse_metadata(graph: fx.Graph) -> int:
         if node.op != "call_function":
             continue
         if node.target is torch.ops.mla_ops.mla_metadata.default:
-            original = first.setdefault((node.args, tuple(sorted(node.kwargs.items()))), node)
-            if original is not node:
+            key = (_value(node.args), _value(tuple(sorted(node.kwargs.items()))))
+            original = first.setdefault(key, node)
+            # Two results that leave the graph are two tensors, whatever is in them.
+            if original is not node and not (_leaves(original) and _leaves(node)):
                 node.replace_all_uses_with(original)
                 graph.erase_node(node)
                 removed += 1
@@ -61,12 +65,26 @@ def _split(node: fx.Node) -> tuple[Any, list[Any]]:
     bases = kwargs.pop("_all_bases", None)
     if bases is None:
         bases = [kwargs.pop("tile_scheduler_metadata"), kwargs.pop("num_splits")]
-    key = tuple((name, _hashable(value)) for name, value in sorted(kwargs.items()))
-    return key, list(bases)
+    return _value(tuple(sorted(kwargs.items()))), list(bases)
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
+def _value(argument: Any) -> Any:
+    """Return what is equal for equal arguments: the same view, taken anew, is the same value."""
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_value, argument))
+    if isinstance(argument, fx.Node) and argument.op == "call_function" and is_view(argument):
+        options = tuple(sorted(argument.kwargs.items()))
+        return argument.target, _value(argument.args), _value(options)
+    return argument
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Tell whether the graph returns a result of ``node``, or a view of one."""
+    return any(
+        user.op == "output"
+        or ((user.target is operator.getitem or is_view(user)) and _leaves(user))
+        for user in node.users
+    )
 
 
 def _written(node: fx.Node, count: int) -> list[Any]:

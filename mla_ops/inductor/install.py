@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from inspect import getsource
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -43,35 +43,43 @@ def install() -> bool:
     import torch._inductor.config as config
 
     for slot, own in _DEFAULT.items():
-        if not _holds(slot, own):
+        if _link(slot, own) is None:
             setattr(config, slot, _beside(getattr(config, slot), own))
     check_reads_by_every_name()
     return True
 
 
 def uninstall() -> None:
-    """Give Inductor back the passes the user had, its own rule of fusion and its lowerings."""
+    """Give Inductor back the passes the user had, its own rule of fusion and its lowerings.
+
+    Inside ``enable`` its passes stay, and ours do not come back with the settings it restores.
+    """
     import torch._inductor.config as config
 
     check_reads_by_first_name()
     forget_lowerings()
     for slot, own in _DEFAULT.items():
-        if _holds(slot, own):
-            setattr(config, slot, getattr(config, slot).previous)
+        link = _link(slot, own)
+        if link is None:
+            continue
+        link.removed = True
+        if getattr(config, slot) is link:
+            setattr(config, slot, link.previous)
 
 
 def installed() -> bool:
     """Tell whether the correctness passes run in compilations that start now."""
-    return all(_holds(slot, own) for slot, own in _DEFAULT.items())
+    return all(_link(slot, own) is not None for slot, own in _DEFAULT.items())
 
 
-def _holds(slot: str, own: Callable[[fx.Graph], None]) -> bool:
+def _link(slot: str, own: Callable[[fx.Graph], None]) -> Any:
+    """Return the pass of ours that runs ``own`` among those of a slot, or None."""
     import torch._inductor.config as config
 
     each = getattr(config, slot)
-    while each is not None and getattr(each, "own", None) is not own:
+    while each is not None and (getattr(each, "own", None) is not own or each.removed):
         each = getattr(each, "previous", None)
-    return each is not None
+    return each
 
 
 @contextmanager
@@ -129,22 +137,12 @@ _DEFAULT = {
     "joint_custom_pre_pass": _keep_views_and_copies,
     "post_grad_custom_post_pass": _keep_values,
 }
-# What decides over the generated code enters the compile caches by its text.
-_SOURCES: dict[Any, tuple[Any, ...]] = {
-    _keep_views_and_copies: (
-        *(keep_copies, note_fresh_outputs, check_reads_by_every_name, lower_mutations),
-        _keep_views_and_copies,
-    ),
-    _keep_values: (keep_escaping_values,),
-    _collapse: (collapse_metadata,),
-    _keep_parts: (keep_slices,),
-}
 
 
 def _beside(previous: Any, own: Callable[[fx.Graph], None], mark: Hashable = None) -> Any:
     """Return a pass that runs ``previous`` (None, a pass or a sequence of them), then ``own``.
 
-    ``mark`` enters the compile caches beside the text of ``own``.
+    ``mark`` enters the compile caches beside the text of this package.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -155,9 +153,10 @@ def _beside(previous: Any, own: Callable[[fx.Graph], None], mark: Hashable = Non
         def __init__(self) -> None:
             self.previous = previous
             self.own = own
+            self.removed = False
 
         def __call__(self, graph: fx.Graph) -> None:
-            for each in (*passes, own):
+            for each in passes if self.removed else (*passes, own):
                 each(graph)
 
         def uuid(self) -> Any:
@@ -165,11 +164,13 @@ def _beside(previous: Any, own: Callable[[fx.Graph], None], mark: Hashable = Non
             # A user's pass without a uuid bypasses the compile caches, and so must the pair.
             if None in ids:
                 return None
-            return (own.__name__, hashlib.sha256(_sources(own)).hexdigest(), mark, *ids)
+            return tuple(ids) if self.removed else (own.__name__, _text(), mark, *ids)
 
     return Beside()
 
 
-def _sources(own: Callable[[fx.Graph], None]) -> bytes:
-    modules = [sys.modules[part.__module__] for part in _SOURCES[own]]
-    return "\n".join(map(getsource, modules)).encode()
+@cache
+def _text() -> str:
+    """Digest the package: what any part of it does may decide over the generated code."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pools import make_pool, make_tokens
 
-from mla_ops import MLAMetadataBuffers, append_kv_, inductor, mla_decode
+from mla_ops import MLAMetadataBuffers, append_kv_, inductor, mla_decode, mla_metadata
 from mla_ops._torch_compile import caches_off
 from mla_ops.diagnostics.measure import measuring
 from mla_ops.inductor.report import PoolCopyWarning
@@ -146,6 +146,41 @@ def test_metadata_in_each_of_four_layers(write_lengths, in_place):
         one = measured(step, *arguments)
     assert one.launches == {**rest, name: LAYERS if write_lengths else 1}
     assert plain.clones == one.clones == ()
+
+
+@pytest.mark.parametrize("take", [lambda x: x[:3], lambda x: x.narrow(0, 1, 2)])
+@pytest.mark.parametrize("write_lengths", [False, True], ids=["same", "written"])
+def test_lengths_sliced_anew_in_each_layer_are_one_plan(take, write_lengths):
+    """Symptom: four launches where each layer took the live rows of the lengths by itself."""
+
+    def step(lengths):
+        outs = []
+        for layer in range(LAYERS):
+            outs.append(mla_metadata(take(lengths), num_heads_q=2).num_splits + layer)
+            if write_lengths:
+                lengths.add_(64)
+        return outs
+
+    with inductor.enable():
+        seen = measured(step, lambda: torch.tensor([5, 100, 4000, 9], dtype=torch.int32))
+    assert seen.launches == {"mla_ops.mla_metadata": LAYERS if write_lengths else 1}
+
+
+def test_equal_plans_that_are_both_returned_are_two():
+    """Symptom: writing into one of two returned schedules changed the other."""
+
+    def step(lengths):
+        plans = [mla_metadata(lengths, num_heads_q=2) for _ in range(3)]
+        return plans[0].num_splits, plans[1].num_splits, plans[2].num_splits + 1
+
+    lengths = torch.tensor([5, 100, 4000, 9], dtype=torch.int32)
+    expected = step(lengths)[1]
+    with torch.no_grad(), inductor.enable(), measuring() as recorder:
+        first, second, _ = torch.compile(step, fullgraph=True)(lengths)
+        first.fill_(-1)
+    assert torch.equal(second, expected)
+    # The third goes nowhere but into a sum: it is one of the others.
+    assert recorder.result().launches == {"mla_ops.mla_metadata": 2}
 
 
 def test_passes_of_the_user_run_first_and_stay():

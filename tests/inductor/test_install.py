@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +131,53 @@ def test_uuid_is_stable_and_absent_beside_a_pass_without_one(fresh_config):
     config.joint_custom_pre_pass = lambda graph: None
     inductor.install()
     assert config.joint_custom_pre_pass.uuid() is None
+
+
+def test_uuid_is_that_of_another_process_and_of_all_of_the_package(fresh_config, monkeypatch):
+    """Symptom: a graph of before an upgrade was used after a change in a file left out."""
+    inductor.install()
+    program = (
+        "import torch._inductor.config as config\nfrom mla_ops import inductor\n"
+        "inductor.install()\nprint(config.joint_custom_pre_pass.uuid())"
+    )
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-O", "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == str(config.joint_custom_pre_pass.uuid())
+    install = sys.modules["mla_ops.inductor.install"]
+    own = install._text()
+    for file in Path(install.__file__).parent.glob("*.py"):
+        read = Path.read_bytes
+        monkeypatch.setattr(
+            *(Path, "read_bytes"),
+            lambda path, changed=file, read=read: read(path) + (b"#" if path == changed else b""),
+        )
+        assert install._text.__wrapped__() != own, file
+        monkeypatch.undo()
+
+
+def test_uninstall_inside_enable_takes_out_the_right_pass(fresh_config):
+    """Symptom: it took enable's pass and left ours, which came back at the end of enable."""
+    recorder = Recorder()
+    config.post_grad_custom_post_pass = recorder
+    inductor.install()
+    with inductor.enable():
+        inductor.uninstall()
+        assert not inductor.installed()
+        names = [str(part) for part in config.post_grad_custom_post_pass.uuid()]
+        assert any("_keep_parts" in name for name in names)
+        assert not any("_keep_values" in name for name in names)
+    assert not inductor.installed()
+    assert "_keep_values" not in str(config.post_grad_custom_post_pass.uuid())
+    inductor.install()
+    assert inductor.installed()
+    assert not differs("clone", dynamic=False)
+    assert recorder.ran > 0
 
 
 def in_place(buffers, lengths, write):
