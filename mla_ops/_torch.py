@@ -80,9 +80,8 @@ def inside_graph() -> str | None:
     return None
 
 
-# torch.cuda.is_available() asks the driver on every call.
 def layout_guard(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
-    """Return a check whether as many tensors are laid out like these, or None when torch lost it.
+    """Return a check that as many others are laid out like these; None when torch has none.
 
     One call into C++ instead of thirty reads of attributes from Python. It may refuse more than
     shapes, strides, dtypes and devices ask for: classes, requires_grad, the mode of autograd.
@@ -99,6 +98,7 @@ def layout_guard(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
     return check
 
 
+# torch.cuda.is_available() asks the driver on every call.
 @cache
 def _multiprocessors(device_type: str, index: int | None) -> int:
     if device_type != "cuda" or not torch.cuda.is_available():

@@ -28,6 +28,7 @@ tests() {
     fi
     "$python" -m pytest tests --require-gpu -m "$marks" -q --collect-only "$@" |
         grep '::' >"$logs/tests"
+    rm -f "$logs"/lane.*
     split -n "r/$jobs" "$logs/tests" "$logs/lane."
     local lane pids=() status=0
     for lane in "$logs"/lane.*; do
@@ -56,7 +57,8 @@ sanitize() {
     # Hazards in shared memory; it knows neither TMA nor its barriers, so the other kernels are
     # left out.
     check racecheck --no-graph --backend triton || return 1
-    # Without the caching allocator each tensor is an allocation of its own: reads past it are seen.
+    # Without the caching allocator each tensor is an allocation of its own: reads past it are
+    # seen.
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     check memcheck --no-graph || return 1
     # The checker must be able to fail: a planted read past the end of a table has to be reported.

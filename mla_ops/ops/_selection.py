@@ -110,9 +110,9 @@ def _best(shape: DecodeShape) -> str:
 
 
 # Where our kernels beat FlashMLA on an H200. The first line decides whose query rows of a
-# sequence (S * H) and batch are no smaller than the call's: there, tables from the third number
-# of tokens wide up to the fourth (0: none). Source: scripts/bench_decode.py --sweep, its result
-# in scripts/results/.
+# sequence (S * H) and batch, the first two numbers, are no smaller than the call's: there, tables
+# from the third number of tokens wide up to the fourth (0: none). Source: scripts/bench_decode.py
+# --sweep, its result in scripts/results/.
 _ANY = 2**31
 _GLUON_WINS = (
     (16, 16, 0, _ANY),

@@ -171,7 +171,7 @@ def test_the_address_of_a_cache_is_part_of_its_layout():
 
 
 def test_a_layout_met_again_and_again_is_told_from_every_other():
-    """The third call in a row takes the short cut; nothing that differs may take it, too."""
+    """The fourth call in a row takes the short cut; nothing that differs may take it, too."""
     inputs = make_decode_inputs((0, 1, 65))
     metadata = mla_ops.mla_metadata(inputs.cache_seqlens, num_heads_q=16)
     arguments = [*inputs[:4], *metadata, 0.1, 512, True, None, None, None, "auto"]
