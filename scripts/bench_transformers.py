@@ -17,6 +17,7 @@ import inspect
 import json
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,15 +70,6 @@ def new_cache(model, batch, length, patched):
     return StaticCache(config=model.config, max_cache_len=length)
 
 
-def rewind(cache, tokens):
-    """Forget the last tokens, in place, whatever the class of the cache."""
-    lengths = {
-        layer.cumulative_length.data_ptr(): layer.cumulative_length for layer in cache.layers
-    }
-    for length in lengths.values():
-        length.sub_(tokens)
-
-
 def prefill(model, ids, cache):
     return model(
         input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(model): cache}
@@ -107,15 +99,35 @@ class Decoder:
         logits = self.forward(**inputs, return_dict=True).logits
         self.token = logits[:, -1:].argmax(-1)
 
+    def run(self, steps):
+        for _ in range(steps):
+            self.step()
+
     def rewind(self, tokens):
-        rewind(self.cache, tokens)
+        """Forget the last tokens, in place, whatever the class of the cache."""
+        lengths = [layer.cumulative_length for layer in self.cache.layers]
+        for length in {length.data_ptr(): length for length in lengths}.values():
+            length.sub_(tokens)
         self.past -= tokens
+
+
+def forget_compiled(model):
+    torch._dynamo.reset()
+    model.__dict__.pop("_compiled_call", None)
+
+
+def milliseconds(call):
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def step_us(model, batch, length, patched, room=ROOM):
     """Return (us a step, peak GiB beside the weights while decoding) from ``length`` tokens on."""
-    torch._dynamo.reset()
-    model.__dict__.pop("_compiled_call", None)
+    forget_compiled(model)
     ids = torch.randint(1, model.config.vocab_size, (batch, length), device="cuda")
     gc.collect()
     torch.cuda.empty_cache()
@@ -124,20 +136,14 @@ def step_us(model, batch, length, patched, room=ROOM):
     torch.cuda.empty_cache()
     # What a captured step needs is allocated while it is recorded, in these first steps.
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(4):
-        decoder.step()
+    decoder.run(4)
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
     decoder.rewind(4)
     times = []
     for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(TIMED_STEPS):
-            decoder.step()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / TIMED_STEPS)
+        elapsed = milliseconds(partial(decoder.run, TIMED_STEPS))
+        times.append(elapsed * 1e3 / TIMED_STEPS)
         decoder.rewind(TIMED_STEPS)
     del decoder
     gc.collect()
@@ -182,15 +188,10 @@ def captures(device, tiny=False):
     model = layers_of_deepseek_v3(2, device, 1024, tiny)
     patch(model)
     ids = torch.randint(1, 1024, (2, 300), device=device)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
     with measuring() as recorder:
         for _ in range(3):
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=16,
-                do_sample=False,
-                cache_implementation="static",
-            )
+            model.generate(ids, max_new_tokens=16, cache_implementation="static", **options)
         seen = recorder.result()
     counts = {
         "graphs": seen.graphs,
@@ -208,27 +209,17 @@ def captures(device, tiny=False):
 
 def tokens_per_s(model, batch, length):
     """Return whole tokens a second of ``generate`` after one call that compiles."""
-    torch._dynamo.reset()
-    model.__dict__.pop("_compiled_call", None)
+    forget_compiled(model)
     steps = 48
     ids = torch.randint(1, model.config.vocab_size, (batch, length - steps), device="cuda")
-    times = {}
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    options |= {"cache_implementation": "static", "max_cache_len": length}
     # The difference of two lengths leaves prefill out.
-    for new in (steps, 16, steps):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            do_sample=False,
-            cache_implementation="static",
-            max_cache_len=length,
-        )
-        end.record()
-        end.synchronize()
-        times[new] = start.elapsed_time(end) / 1e3
-    return batch * (steps - 16) / max(times[steps] - times[16], 1e-9)
+    seconds = {
+        new: milliseconds(lambda new=new: model.generate(ids, max_new_tokens=new, **options)) / 1e3
+        for new in (steps, 16, steps)
+    }
+    return batch * (steps - 16) / max(seconds[steps] - seconds[16], 1e-9)
 
 
 def measure_shape(models, batch, length, report):

@@ -134,22 +134,23 @@ def demo(
         _say(f"decoding {steps} steps compiled")
         compiled = _decode(model, compiled_step, prompts, steps)
         seen = recorder.result()
-    backend = backend_report(
-        device=device,
-        dtype=dtype,
-        batch_size=batch_size,
-        num_heads_q=config.num_attention_heads,
-        head_dim=config.kv_lora_rank + config.qk_rope_head_dim,
-        head_dim_v=config.kv_lora_rank,
-        max_seq_len=model.cache.max_seq_len,
-    ).choice
+    sizes = {"batch_size": batch_size, "max_seq_len": model.cache.max_seq_len}
     return [
         Row("device", _device_name(device)),
-        Row("backend", backend),
+        Row("backend", _backend(config, device=device, dtype=dtype, **sizes)),
         Row("dtype", str(dtype).removeprefix("torch.")),
         *_compile_rows(seen),
         *_decode_rows(eager, compiled, dtype),
     ]
+
+
+def _backend(config: Any, **call: Any) -> str:
+    return backend_report(
+        num_heads_q=config.num_attention_heads,
+        head_dim=config.kv_lora_rank + config.qk_rope_head_dim,
+        head_dim_v=config.kv_lora_rank,
+        **call,
+    ).choice
 
 
 def _compile_rows(seen: Measurement) -> list[Row]:
