@@ -17,6 +17,7 @@ from mla_ops.inductor.dedup import collapse_metadata
 from mla_ops.inductor.escape import keep_escaping_values, note_fresh_outputs
 from mla_ops.inductor.fusion import check_reads_by_every_name, check_reads_by_first_name
 from mla_ops.inductor.lowering import forget_lowerings, lower_mutations, lower_storage_offset
+from mla_ops.inductor.parts import keep_moved_parts
 from mla_ops.inductor.repair import keep_slices
 from mla_ops.inductor.report import POOL_BYTES, report_pool_copies
 from mla_ops.inductor.snapshot import keep_copies
@@ -123,6 +124,7 @@ def _keep_views_and_copies(graph: fx.Graph) -> None:
 
 def _keep_values(graph: fx.Graph) -> None:
     keep_escaping_values(graph)
+    keep_moved_parts(graph)
 
 
 def _collapse(graph: fx.Graph) -> None:

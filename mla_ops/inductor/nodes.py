@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 from collections.abc import Sequence
@@ -93,18 +94,18 @@ def is_mutation(node: fx.Node) -> bool:
     """Tell whether ``node`` is the functional form of an operator of ours that mutates."""
     if node.op != "call_function" or "auto_functionalized" not in str(node.target):
         return False
-    operator = node.args[0] if node.args else None
-    return getattr(operator, "namespace", None) == "mla_ops"
+    mutating = node.args[0] if node.args else None
+    return getattr(mutating, "namespace", None) == "mla_ops"
 
 
 def mutated_bases(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose memory the functionalised call mutates, of either protocol."""
     bases: Any = node.kwargs.get("_all_bases")
     if bases is None:
-        operator: Any = node.args[0]
+        mutating: Any = node.args[0]
         bases = [
             node.kwargs.get(argument.name)
-            for argument in operator._schema.arguments
+            for argument in mutating._schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
     return [base for base in bases if isinstance(base, fx.Node)]
@@ -118,8 +119,13 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Tell whether a node's result lies in the memory of its first argument."""
+    """Tell whether a node's result lies in the memory of its first argument.
+
+    The results of ``unbind`` and ``split`` are views too: a list, and the items taken of it.
+    """
     target = node.target
+    if target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return is_view(node.args[0])
     if not isinstance(target, torch._ops.OpOverload):
         return False
     infos = [result.alias_info for result in target._schema.returns]

@@ -83,3 +83,72 @@ def test_what_is_computed_of_a_cache_before_a_write_is_of_the_value_then(compute
     compiled(step, pools, tokens.kv_c)
     step((first, second), tokens.kv_c)
     torch.testing.assert_close(pools, [first, second], rtol=0, atol=0)
+
+
+def first_three_to_the_next(pool):
+    pool[1:4].copy_(pool[:3].clone())
+
+
+def a_flipped_part_to_another(pool):
+    view = pool[1:4]
+    view.copy_(view.flip(0) * 2)
+
+
+def by_index(pool):
+    pool[torch.tensor([1, 2, 3])] = pool[:3] + 0
+
+
+@pytest.mark.parametrize("move", [first_three_to_the_next, a_flipped_part_to_another, by_index])
+@pytest.mark.parametrize("again", [False, True], ids=["once", "appended_again"])
+def test_a_part_moved_within_a_cache_is_of_the_value_before(move, again):
+    """Symptom: the loop that moved the part read what it had just written."""
+    pool, tokens = make_pool()[0].clone(), make_tokens()
+    expected = pool.clone()
+
+    def step(pool, kv_c):
+        append_kv_(pool, kv_c, tokens.k_pe, tokens.slots)
+        move(pool)
+        if again:
+            append_kv_(pool, kv_c * 2, tokens.k_pe, tokens.slots)
+
+    compiled(step, pool, tokens.kv_c)
+    step(expected, tokens.kv_c)
+    torch.testing.assert_close(pool, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "appended_again"])
+def test_a_cache_copied_to_one_that_overlaps_it(again):
+    memory, tokens = make_pool().flatten(0, 1).clone(), make_tokens()
+    twin = memory.clone()
+
+    def step(pool, other, kv_c):
+        append_kv_(pool, kv_c, tokens.k_pe, tokens.slots)
+        other.copy_(pool.clone())
+        if again:
+            append_kv_(pool, kv_c * 2, tokens.k_pe, tokens.slots)
+
+    for each, call in ((memory, lambda *args: compiled(step, *args)), (twin, step)):
+        with torch.no_grad():
+            call(each[:6], each[3:9], tokens.kv_c)
+    torch.testing.assert_close(memory, twin, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("layers", [lambda p: p.unbind(0), lambda p: p.split(1)])
+def test_a_layer_of_a_list_of_views_is_kept_between_writes(layers, dynamic):
+    """Symptom: ``kvs.unbind(0)[1].clone()`` was of the next write."""
+    pool, tokens = make_pool().clone(), make_tokens()
+    expected = pool.clone()
+
+    def step(pool, kv_c):
+        layer = layers(pool)[1].view(pool.shape[1:])
+        append_kv_(layer, kv_c, tokens.k_pe, tokens.slots)
+        older = layer.clone()
+        append_kv_(layer, kv_c * 2, tokens.k_pe, tokens.slots)
+        return older
+
+    torch._dynamo.reset()
+    with torch.no_grad(), caches_off():
+        older = torch.compile(step, fullgraph=True, dynamic=dynamic)(pool, tokens.kv_c)
+    torch.testing.assert_close(older, step(expected, tokens.kv_c), rtol=0, atol=0)
+    torch.testing.assert_close(pool, expected, rtol=0, atol=0)
