@@ -1,4 +1,4 @@
-"""Private torch names, with _torch_compile and _torch_graphs; mla_ops.inductor extends Inductor.
+"""Private torch names, with the other _torch modules; mla_ops.inductor extends Inductor.
 
 Each function says what it answers when the private name is gone, so that a new torch release
 degrades to "unknown" instead of failing at import.

@@ -24,7 +24,6 @@ __all__ = [
     "counter",
     "fresh_fake_mode",
     "generated_code",
-    "graph_breaks",
     "guard_failures",
     "inductor_passes",
     "replays",
@@ -65,21 +64,6 @@ def counter(group: str, key: str) -> int | None:
 
     counters = getattr(utils, "counters", None)
     return None if counters is None else int(counters[group][key])
-
-
-def graph_breaks() -> list[tuple[str, list[tuple[str, int]]]] | None:
-    """List reason and stack (file, line) of every graph break since the last reset."""
-    from torch._dynamo import utils
-
-    reasons = getattr(utils, "graph_break_reasons", None)
-    if reasons is None:
-        return None
-    found = []
-    for entry in reasons:
-        frames = getattr(entry, "user_stack", ())
-        stack = [(frame.filename, int(frame.lineno or 0)) for frame in frames]
-        found.append((str(getattr(entry, "reason", entry)), stack))
-    return found
 
 
 def guard_failures() -> list[str] | None:

@@ -6,7 +6,6 @@ needs is gone.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ __all__ = [
     "is_unsafe_for_cudagraphs",
     "unbacked_symbols",
     "uncompiled",
-    "unsupported",
     "weak_storage",
 ]
 
@@ -160,16 +158,6 @@ def unbacked_symbols(value: Any) -> frozenset[str]:
     if not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
         return frozenset()
     return frozenset(map(str, free_unbacked_symbols(value)))
-
-
-def unsupported() -> Counter[str]:
-    """Count, by reason, what Dynamo could not trace in this process.
-
-    A break inside of try or with has no entry in ``graph_breaks``: the frame runs as it is.
-    """
-    from torch._dynamo import utils
-
-    return Counter(getattr(utils, "counters", {}).get("unimplemented", ()))
 
 
 def weak_storage(tensor: torch.Tensor) -> Any:

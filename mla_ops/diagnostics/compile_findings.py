@@ -13,7 +13,7 @@ from mla_ops.diagnostics.watch import WatchedGraph
 
 __all__ = ["compile_findings", "untraced_findings"]
 
-# What a break is about -> its operator ("" where there is none) and what mends it.
+# What a break is about -> its operator and what mends it; {0} is what the pattern found.
 _BREAKS = (
     (r"Tensor\.item\(\)", "Tensor.item", "keep the value a tensor; do not call .item() on it"),
     (
@@ -23,7 +23,18 @@ _BREAKS = (
     ),
     (r"bind arguments", "", "call it with the arguments that its signature has"),
     (r"generic_jump|Data-dependent branching", "if", "choose with torch.where or torch.cond"),
-    (r"builtin operator `(print)`", "print", "print outside the compiled function"),
+    (r"builtin operator `print`", "print", "print outside the compiled function"),
+    (r"builtin operator `(\w+)`", "{0}", "call {0} outside the compiled function"),
+    (
+        r"function marked as skipped[\s\S]*module: ([\w.]+), qualname: ([\w.]+)",
+        "{0}.{1}",
+        "call {0}.{1} outside the compiled function",
+    ),
+    (
+        r"RNN, GRU, or LSTM[\s\S]*context: (\w+)",
+        "{0}",
+        "torch._dynamo.config.allow_rnn = True before the first call; torch calls it experimental",
+    ),
     (
         r"`torch\.compiler\.disable\(\)`",
         "torch.compiler.disable",
@@ -82,14 +93,14 @@ def compile_findings(
 
 
 def untraced_findings(measured: Measurement, reasons: Iterable[str]) -> Iterator[Finding]:
-    """Explain why nothing was compiled: the function ran as it is, and torch counts no break.
+    """Explain why nothing was compiled, where torch does not log it: no line is known.
 
     Args:
         measured: what the recorder saw.
         reasons: what Dynamo could not trace.
     """
     if measured.graphs == 0 and not measured.breaks:
-        yield from (_break(GraphBreak(reason, "unknown line")) for reason in reasons)
+        yield from (_break(GraphBreak(reason, "unknown line", False)) for reason in reasons)
 
 
 def _break(entry: GraphBreak) -> Finding:
@@ -97,12 +108,15 @@ def _break(entry: GraphBreak) -> Finding:
     hint = _HINT.search(entry.reason)
     operator, fix = "", hint[1] if hint else "move the line out of the compiled function"
     for pattern, name, known in _BREAKS:
-        if re.search(pattern, entry.reason):
-            operator, fix = name, known
+        match = re.search(pattern, entry.reason)
+        if match:
+            operator, fix = (text.format(*match.groups()) for text in (name, known))
             break
     named = _OPERATOR.search(entry.reason)
     if not operator and named:
         operator = named[1] or named[2]
+    if not entry.resumed:
+        what += "; torch leaves the rest of the function to Python"
     where = None if entry.where == "unknown line" else entry.where
     return Finding("graph_break", what, fix, where, operator=operator or None)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from mla_ops._torch_graphs import asks_for_cudagraphs, uncompiled, unsupported
+from mla_ops._torch_breaks import unsupported
+from mla_ops._torch_graphs import asks_for_cudagraphs, uncompiled
 from mla_ops.diagnostics.compile_findings import compile_findings, untraced_findings
 from mla_ops.diagnostics.copy_findings import copy_findings
 from mla_ops.diagnostics.finding import KINDS, Finding, merged

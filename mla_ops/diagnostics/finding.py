@@ -9,7 +9,7 @@ __all__ = ["KINDS", "Finding", "merged"]
 
 # Kind -> what it costs.
 KINDS = {
-    "graph_break": "the function falls apart into several graphs with Python between them",
+    "graph_break": "the function falls apart into graphs with Python between, or runs as Python",
     "recompile_shape": "a new graph for another size, dtype or layout of a tensor",
     "recompile_value": "a new graph for another value of a Python number",
     "recompile_global": "a new graph for another value of a global",

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from mla_ops import _torch_breaks
 from mla_ops import _torch_compile as private
 from mla_ops._torch_graphs import CodeInput
 from mla_ops.diagnostics.copies import BigCopy, graph_copies, graph_inputs, symbol_hints
@@ -68,7 +69,9 @@ class Recorder:
         self._events_known = False
         self._replays_known = False
         self._breaks_known = True
-        self._breaks_before = len(private.graph_breaks() or ())
+        self._breaks_before = len(_torch_breaks.graph_breaks() or ())
+        self._unresumed: list[tuple[str, _torch_breaks.Stack]] = []
+        self._unresumed_known = False
         self._guards_seen = Counter(private.guard_failures() or ())
         self._graphs_before = private.counter("stats", "unique_graphs")
         self._skips_before = private.counter("inductor", "cudagraph_skips")
@@ -76,7 +79,6 @@ class Recorder:
     def result(self, outputs: Sequence[Any] = ()) -> Measurement:
         """Return what was seen so far."""
         graphs = _since(self._graphs_before, private.counter("stats", "unique_graphs"))
-        breaks = private.graph_breaks() if self._breaks_known else None
         facts = [graph.facts for graph in self.latest()]
         # Code that was never shown says nothing about copies, unless nothing was compiled.
         readable = bool(facts) or graphs == 0
@@ -84,7 +86,7 @@ class Recorder:
         all_read = readable and all(fact is not None for fact in facts)
         return Measurement(
             graphs=graphs,
-            breaks=None if breaks is None else _unique(breaks[self._breaks_before :]),
+            breaks=self._breaks(),
             recompiles=tuple(self._recompiles) if self._events_known else None,
             launches=dict(sorted(launches.items())) if all_read else None,
             kernels=sum(fact.kernels for fact in facts if fact) if all_read else None,
@@ -97,6 +99,13 @@ class Recorder:
             codes=tuple(graph.code for graph in self.graphs),
             outputs=tuple(outputs),
         )
+
+    def _breaks(self) -> tuple[GraphBreak, ...] | None:
+        """List each break once; without torch's log those in the list are all that is known."""
+        listed = _torch_breaks.graph_breaks() if self._breaks_known else None
+        if listed is None or not (self._unresumed_known or listed[self._breaks_before :]):
+            return None
+        return _joined(listed[self._breaks_before :], self._unresumed)
 
     def _skips(self) -> int | None:
         """Count skips of graphs on CUDA: torch also counts, without a word, those on the CPU."""
@@ -150,6 +159,9 @@ class Recorder:
             if _is_recompile(compile_id):
                 self._recompiles.append(Recompile(compile_id, new))
 
+    def _add_unresumed(self, reason: str, stack: _torch_breaks.Stack) -> None:
+        self._unresumed.append((reason, stack))
+
     def _add_replay(self) -> None:
         self._replays += 1
 
@@ -159,6 +171,7 @@ class Recorder:
             private.caches_off(),
             private.generated_code(self._add_graph),
             private.skip_messages(self._messages),
+            _torch_breaks.unresumed_breaks(self._add_unresumed) as self._unresumed_known,
             private.compile_events(self._add_event) as self._events_known,
             private.replays(self._add_replay) as self._replays_known,
         ):
@@ -242,10 +255,29 @@ def _since(before: int | None, now: int | None) -> int | None:
     return now - before if now >= before else now
 
 
-def _unique(breaks: Sequence[tuple[str, list[tuple[str, int]]]]) -> tuple[GraphBreak, ...]:
-    """Drop repetitions: Dynamo restarts a frame after a break and meets it again."""
-    found = [GraphBreak(reason, user_frame(stack) or "unknown line") for reason, stack in breaks]
-    return tuple(dict.fromkeys(found))
+def _joined(
+    listed: Sequence[tuple[str, _torch_breaks.Stack]],
+    unresumed: Sequence[tuple[str, _torch_breaks.Stack]],
+) -> tuple[GraphBreak, ...]:
+    """Drop repetitions: Dynamo meets a break again when it restarts a frame, or its caller."""
+    left = {tuple(stack[-1:]) for _, stack in unresumed}
+    found: dict[tuple[str, str], GraphBreak] = {}
+    told = set()
+    for reason, stack in listed:
+        if not (left and _torch_breaks.went_back(reason)):
+            last, where = tuple(stack[-1:]), _where(stack)
+            found[where, reason] = GraphBreak(reason, where, resumed=last not in left)
+            told.add(last)
+    for reason, stack in unresumed:
+        if tuple(stack[-1:]) not in told:
+            # Of one line, the first reason: the next shows when it is mended.
+            where = _where(stack)
+            found.setdefault((where, ""), GraphBreak(reason, where, resumed=False))
+    return tuple(found.values())
+
+
+def _where(stack: _torch_breaks.Stack) -> str:
+    return user_frame(stack) or "unknown line"
 
 
 def _frame(compile_id: str) -> str:

@@ -12,10 +12,18 @@ __all__ = ["GraphBreak", "Measurement", "Recompile"]
 
 
 class GraphBreak(NamedTuple):
-    """Where and why one function became several graphs."""
+    """Where and why one function became several graphs.
+
+    Attributes:
+        reason: what torch says.
+        where: "file:line", or "unknown line".
+        resumed: whether torch compiles what comes after it; not in a loop, a try or a context
+            manager: there it leaves the rest of the function, mostly all of it, to Python.
+    """
 
     reason: str
     where: str
+    resumed: bool = True
 
 
 class Recompile(NamedTuple):
@@ -31,7 +39,7 @@ class Measurement:
 
     Attributes:
         graphs: graphs compiled, recompilations included.
-        breaks: graph breaks.
+        breaks: graph breaks, also those that torch does not resume from.
         recompiles: compilations of a frame that already had one.
         launches: operator calls a step in the generated code, {"mla_ops.mla_decode": 4, ...}.
             A frame that was compiled more than once counts with its latest code.

@@ -6,6 +6,7 @@ import math
 import operator
 import os
 import re
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,11 +47,13 @@ COPYING = frozenset(
     )
 )
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-# Code that the user did not write: torch, and this package.
+# Code that the user did not write: torch, this package, and Python's own library.
 _FOREIGN = (
     os.path.dirname(torch.__file__) + os.sep,
     str(Path(__file__).resolve().parent.parent) + os.sep,
 )
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 class Size(NamedTuple):
@@ -134,16 +137,24 @@ def is_view(node: fx.Node) -> bool:
 
 
 def user_frame(frames: Sequence[tuple[str, int]]) -> str | None:
-    """Return "file:line" of the innermost frame outside torch and this package.
+    """Return "file:line" of the innermost frame outside torch, this package and Python's library.
 
     Args:
         frames: (file, line), the innermost last. Where all are inside, the innermost is told.
     """
     if not frames:
         return None
-    own = [frame for frame in frames if not frame[0].startswith(_FOREIGN)]
+    own = [frame for frame in frames if not _is_foreign(frame[0])]
     file, line = (own or frames)[-1]
     return f"{file}:{line}"
+
+
+def _is_foreign(file: str) -> bool:
+    """Tell whether a file is not the user's; other installed packages are."""
+    if file.startswith(_STANDARD):
+        installed = file.removeprefix(_STANDARD).startswith(_INSTALLED)
+        return not installed or file.startswith(_FOREIGN)
+    return file.startswith(("<frozen", *_FOREIGN))
 
 
 def user_line(stack_trace: str | None) -> str | None:
