@@ -99,7 +99,7 @@ def explain_calls(
     found = [
         *compile_findings(measured, watcher.graphs.values(), names, cudagraphs=cudagraphs),
         *_graphs(recorder, watcher, big_bytes),
-        *replay_findings(measured, recorder.graphs, watcher, explained=bool(held)),
+        *replay_findings(measured, recorder.graphs, watcher, fn, explained=bool(held)),
         *held,
     ]
     if error is None:

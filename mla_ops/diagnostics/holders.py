@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mla_ops._torch import storage_id
 from mla_ops.diagnostics.lines import member
 
-__all__ = ["held_tensors"]
+__all__ = ["held_addresses", "held_tensors"]
 
 # self.layers.3.attention.state.hidden is six steps.
 _DEPTH = 6
@@ -29,6 +29,18 @@ def held_tensors(fn: Callable[..., Any]) -> dict[int, str]:
     for name, value in _roots(fn):
         for path, tensor in _walk(name, value, _DEPTH, {}):
             found.setdefault(storage_id(tensor), path)
+    return found
+
+
+def held_addresses(fn: Callable[..., Any]) -> dict[str, int]:
+    """Map the names ``fn`` has for tensors to their addresses; of a module all, at any depth."""
+    found: dict[str, int] = {}
+    for name, value in _roots(fn):
+        tensors = dict(_walk(name, value, _DEPTH, {}))
+        if isinstance(value, nn.Module):
+            registered = (*value.named_parameters(), *value.named_buffers())
+            tensors |= {name + "".join(map(member, path.split("."))): t for path, t in registered}
+        found |= {path: tensor.data_ptr() for path, tensor in tensors.items()}
     return found
 
 

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from mla_ops._torch_graphs import OVERWRITTEN
+from mla_ops.diagnostics.address_findings import address_findings
 from mla_ops.diagnostics.finding import Finding
 from mla_ops.diagnostics.holders import held_tensors
 from mla_ops.diagnostics.lines import user_line
@@ -38,7 +39,12 @@ _SKIPS = (
 
 
 def replay_findings(
-    measured: Measurement, compiled: list[CompiledGraph], watcher: Watcher, *, explained: bool
+    measured: Measurement,
+    compiled: list[CompiledGraph],
+    watcher: Watcher,
+    fn: Callable[..., Any],
+    *,
+    explained: bool,
 ) -> Iterator[Finding]:
     """Explain what happened from step to step.
 
@@ -46,12 +52,17 @@ def replay_findings(
         measured: what the recorder saw.
         compiled: the graphs Inductor compiled.
         watcher: the calls of the graphs.
+        fn: what was compiled: it holds the tensors that stayed.
         explained: whether other findings tell why the number of recordings is unexpected.
     """
     asked = {graph.compile_id for graph in compiled if graph.wants_cudagraphs}
     watched = [graph for name, graph in watcher.graphs.items() if name in asked]
     moving = {each.input.name for each in watcher.fed_back}
-    unsteady = [finding for graph in watched for finding in _unsteady(graph, moving)]
+    unsteady = [
+        finding
+        for graph in watched
+        for finding in (*address_findings(graph, moving, fn), *_passing_sizes(graph))
+    ]
     yield from unsteady
     yield from map(_fed_back, watcher.fed_back if asked else ())
     for reason in measured.reasons:
@@ -65,18 +76,23 @@ def replay_findings(
 def expected_recordings(capturable: list[CompiledGraph], watcher: Watcher) -> tuple[int, int]:
     """Count the recordings the calls ask for.
 
-    The first call with each set of sizes warms up, the second records.
+    The first step with each set of sizes warms up, the second records.
 
     Returns:
-        one for each graph and set of sizes, and one for each of their pieces.
+        at least: one for each graph and set of sizes; at most: one for each of their pieces, at
+        each place that a step calls it.
     """
     least = pieces = 0
     for graph in capturable:
         watched = watcher.graphs.get(graph.compile_id)
-        calls = Counter(call.sizes for call in watched.calls) if watched else Counter()
-        again = sum(count > 1 for count in calls.values())
-        least += again
-        pieces += again * max(1, graph.facts.partitions if graph.facts else 1)
+        in_step = Counter((call.step, call.sizes) for call in watched.calls) if watched else {}
+        counts: dict[Hashable, list[int]] = {}
+        for (_, sizes), count in in_step.items():
+            counts.setdefault(sizes, []).append(count)
+        # Layers that share the graph: each of its places in a step has a recording.
+        again = [sorted(each)[-2] for each in counts.values() if len(each) > 1]
+        least += len(again)
+        pieces += sum(again) * max(1, graph.facts.partitions if graph.facts else 1)
     return least, pieces
 
 
@@ -123,19 +139,8 @@ def _fed_back(seen: FedBack) -> Finding:
     )
 
 
-def _unsteady(graph: WatchedGraph, moving: set[str]) -> Iterator[Finding]:
-    """Report what makes torch record a graph again: addresses (unless told already) and sizes."""
-    for position, each in enumerate(graph.inputs):
-        addresses = {call.addresses[position] for call in graph.calls} - {None}
-        if each.is_static and len(addresses) > 1 and each.name not in moving:
-            yield Finding(
-                "changed_address",
-                f"{each.name} had {len(addresses)} addresses in {len(graph.calls)} calls",
-                f"make it once and write it in place: {each.name}.copy_(value)",
-                each.where,
-                each.name,
-                count=len(addresses) - 1,
-            )
+def _passing_sizes(graph: WatchedGraph) -> Iterator[Finding]:
+    """Report sizes that make torch record a graph again."""
     if _is_passing([call.sizes for call in graph.calls]):
         sizes = _sizes_by_name(graph)
         # Where each alone comes back, it is their combinations that do not.

@@ -40,6 +40,7 @@ class WatchedInput(NamedTuple):
 class Call(NamedTuple):
     """One call of a graph, by input: address of a tensor, value of an integer; None for others."""
 
+    step: int
     addresses: tuple[int | None, ...]
     # Sizes of tensors, and integers of the user's.
     sizes: tuple[int | None, ...]
@@ -128,6 +129,7 @@ class Watcher:
     def _before(self, graph: WatchedGraph, args: tuple[Any, ...]) -> None:
         graph.calls.append(
             Call(
+                self.step,
                 tuple(_address(value) for value in args),
                 tuple(value if type(value) is int else None for value in args),
             )
