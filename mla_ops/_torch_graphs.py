@@ -18,6 +18,7 @@ __all__ = [
     "asks_for_cudagraphs",
     "code_inputs",
     "compile_id",
+    "dropping_settings",
     "dynamo_inputs",
     "inductor_backend",
     "is_live",
@@ -29,6 +30,18 @@ __all__ = [
 
 # What torch says when a tensor that a CUDA graph returned is read after the next replay.
 OVERWRITTEN = "accessing tensor output of CUDAGraphs that has been overwritten"
+
+# Settings of Inductor with which it drops CUDA graphs and does not say so -> the value without.
+_DROPPING = {
+    "triton.cudagraph_trees": True,
+    "triton.force_cudagraphs_warmup": False,
+    "triton.cudagraph_capture_sizes": None,
+    "triton.cudagraph_min_partition_size": 0,
+    "triton.cudagraph_skip_dynamic_graphs": False,
+    "cudagraph_policy": None,
+    "force_disable_cudagraph_TESTING_ONLY": False,
+}
+_DYNAMIC_ONLY = ("triton.cudagraph_skip_dynamic_graphs",)
 
 
 class CodeInput(NamedTuple):
@@ -123,6 +136,24 @@ def asks_for_cudagraphs(mode: str | None) -> bool:
     import torch._inductor.config as config
 
     return bool(_mode_options(mode).get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+def dropping_settings(*, dynamic: bool) -> dict[str, object]:
+    """Map the settings that drop CUDA graphs without a word now to the value that does not.
+
+    Args:
+        dynamic: whether a graph has sizes that may change.
+    """
+    import torch._inductor.config as config
+
+    found: dict[str, object] = {}
+    for name, kept in _DROPPING.items():
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part, kept)
+        if value != kept and (dynamic or name not in _DYNAMIC_ONLY):
+            found[f"torch._inductor.config.{name}"] = kept
+    return found
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

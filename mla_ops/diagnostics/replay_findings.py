@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from mla_ops._torch_graphs import OVERWRITTEN
+from mla_ops._torch_graphs import OVERWRITTEN, dropping_settings
 from mla_ops.diagnostics.address_findings import address_findings
 from mla_ops.diagnostics.finding import Finding
 from mla_ops.diagnostics.holders import held_tensors
@@ -33,8 +33,20 @@ _SKIPS = (
     ("incompatible op", "call that operator outside the compiled step"),
     ("re-recording limit", "keep addresses and sizes the same from step to step"),
     ("caching allocator", "unset PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    (
+        "cudagraph_skip_dynamic_graphs",
+        "torch._inductor.config.triton.cudagraph_skip_dynamic_graphs = False before the first "
+        "step; or pad to a few fixed sizes",
+    ),
     ("symbolic shapes", "pad to a few fixed sizes"),
     ("dynamic shape", "pad to a few fixed sizes"),
+    ("cpp-wrapper", "torch._inductor.config.cpp_wrapper = False before the first step"),
+    ("control flow operator", "compute both branches and choose with torch.where"),
+    ("boolean indexing", "choose with torch.where(mask, value, x) in place of x[mask] = value"),
+    ("non-Tensor inputs", "pass tensors only: torch.tensor(value) on the model's device"),
+    ("input storage mutation", "write the tensor with copy_ in place of set_"),
+    ("bisector", "end the bisection: python -m torch._inductor.compiler_bisector end"),
+    ("override_cudagraphs", "remove the annotation override_cudagraphs"),
 )
 
 
@@ -223,7 +235,7 @@ def _recorded(
         yield Finding(
             "cudagraph_silent",
             f"{recordings} CUDA graphs of at least {least} were recorded, and torch said nothing",
-            _DEBUG,
+            _silent_fix(capturable, watcher),
             where,
         )
     elif recordings > pieces and not measured.recompiles:
@@ -234,3 +246,20 @@ def _recorded(
             where,
             count=recordings - pieces,
         )
+
+
+def _silent_fix(capturable: list[CompiledGraph], watcher: Watcher) -> str:
+    """Name the settings that drop CUDA graphs, and the tensors whose sizes make one matter."""
+    names = (each.compile_id for each in capturable)
+    sized = {
+        each.name.partition(_SIZE)[0]: None
+        for graph in (watcher.graphs[name] for name in names if name in watcher.graphs)
+        for position, each in enumerate(graph.inputs)
+        if any(call.sizes[position] is not None for call in graph.calls)
+    }
+    settings = dropping_settings(dynamic=bool(sized))
+    if not settings:
+        return _DEBUG
+    text = " and ".join(f"{name} = {kept}" for name, kept in settings.items())
+    fixed = f"; or give {', '.join(sized)} fixed sizes" if "skip_dynamic" in text else ""
+    return f"{text} before the first step{fixed}"

@@ -181,6 +181,8 @@ def test_graph_that_is_dropped_without_a_word():
         report = explain(doubled, inputs=inputs)
     found = finding(report, "cudagraph_silent")
     assert found.where == line("silent")
+    assert "cudagraph_skip_dynamic_graphs = False" in found.fix
+    assert found.fix.endswith("or give x fixed sizes")
     assert report.facts["cudagraphs_recorded"] == 0
     assert report.facts["cudagraphs_skipped"] == 0
     assert_clean(explain(doubled, inputs=inputs))
