@@ -27,6 +27,18 @@ def test_code_blocks_run():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_explain_takes_the_factory_shown(tmp_path, monkeypatch, capsys):
+    """Symptom: what to write for package.module:factory was told by --help alone."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (block,) = (block for block in blocks if block.startswith("def factory()"))
+    definition, _ = block.split("model, args")
+    (tmp_path / "shown_factory.py").write_text(f"import torch\n\n{definition}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["explain", "shown_factory:factory", "--strict"]) == 0
+    assert capsys.readouterr().out.startswith("explain: nothing found")
+    assert len(block.splitlines()) == 4
+
+
 def test_support_matrix_is_the_generated_one():
     begin, end = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
     shown = README.read_text().split(begin)[1].split(end)[0].strip()

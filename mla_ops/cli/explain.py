@@ -74,7 +74,12 @@ def _load(target: str) -> Callable[[], Any]:
             f"{dotted}:{path or 'factory'}, in the folder it begins in)"
         )
     if not module_name or not all(path.split(".")) or module_name.startswith("."):
-        raise _UserError(f"target must be package.module:factory, got {target!r}")
+        name = module_name.strip(".") or "models"
+        raise _UserError(
+            f"target must be package.module:factory, got {target!r} (write "
+            f"`def factory(): return model, (x,)` in {name.replace('.', '/')}.py, then explain "
+            f"{name}:factory)"
+        )
     # As python -m does: modules of the current folder come first.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -91,7 +96,8 @@ def _load(target: str) -> Callable[[], Any]:
         if not hasattr(found, name):
             names = [each for each in dir(found) if not each.startswith("_")]
             raise _UserError(
-                f"{module_name} must have {name!r}, it has {', '.join(names) or 'no public name'}"
+                f"{module_name} must have {name!r}, it has {', '.join(names) or 'no public name'} "
+                "(name a function of it that returns (fn, args))"
             )
         found = getattr(found, name)
     if not callable(found) or not _accepts(found):

@@ -123,10 +123,14 @@ def test_nested_name_and_function_alone(capsys):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("explained_models", "target must be package.module:factory, got 'explained_models'"),
+        ("explained_models", "package.module:factory, got 'explained_models' (write `def factory"),
+        ("nope", "return model, (x,)` in nope.py, then explain nope:factory)"),
+        ("my.nope:", "in my/nope.py, then explain my.nope:factory)"),
+        (":clean", "in models.py, then explain models:factory)"),
         ("explained_nothing:f", "module 'explained_nothing' must be importable, found none (run"),
         ("explained_models.sub:f", "module 'explained_models.sub' must be importable"),
         ("explained_models:missing", "explained_models must have 'missing', it has Made, bare"),
+        ("explained_models:missing", "(name a function of it that returns (fn, args))"),
         ("explained_models:number", "number must be a function without arguments, got int (write"),
         ("explained_models:step", "got one that needs arguments (write one that returns"),
         ("explained_models:number.real.x", "explained_models must have 'x', it has as_integer"),
