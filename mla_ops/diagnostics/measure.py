@@ -24,6 +24,7 @@ __all__ = ["BIG_BYTES", "CompiledGraph", "Recorder", "measure", "measuring"]
 
 # 1 MiB: above the activations of a decode step, below any useful pool.
 BIG_BYTES = 1 << 20
+_UNKNOWN = "unknown line"
 
 
 class CompiledGraph(NamedTuple):
@@ -272,12 +273,13 @@ def _joined(
         if tuple(stack[-1:]) not in told:
             # Of one line, the first reason: the next shows when it is mended.
             where = _where(stack)
-            found.setdefault((where, ""), GraphBreak(reason, where, resumed=False))
+            key = (where, reason if where == _UNKNOWN else "")
+            found.setdefault(key, GraphBreak(reason, where, resumed=False))
     return tuple(found.values())
 
 
 def _where(stack: _torch_breaks.Stack) -> str:
-    return user_frame(stack) or "unknown line"
+    return user_frame(stack) or _UNKNOWN
 
 
 def _frame(compile_id: str) -> str:

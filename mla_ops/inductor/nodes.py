@@ -52,6 +52,7 @@ _FOREIGN = (
     os.path.dirname(torch.__file__) + os.sep,
     str(Path(__file__).resolve().parent.parent) + os.sep,
 )
+_DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo") + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -140,13 +141,12 @@ def user_frame(frames: Sequence[tuple[str, int]]) -> str | None:
     """Return "file:line" of the innermost frame outside torch, this package and Python's library.
 
     Args:
-        frames: (file, line), the innermost last. Where all are inside, the innermost is told.
+        frames: (file, line), the innermost last. Where all are inside, the innermost is told; of
+            Dynamo's own none, which say nothing.
     """
-    if not frames:
-        return None
     own = [frame for frame in frames if not _is_foreign(frame[0])]
-    file, line = (own or frames)[-1]
-    return f"{file}:{line}"
+    told = own or [frame for frame in frames if not frame[0].startswith(_DYNAMO)]
+    return "{}:{}".format(*told[-1]) if told else None
 
 
 def _is_foreign(file: str) -> bool:

@@ -187,6 +187,15 @@ def test_a_break_inside_of_pythons_library_has_the_users_line():
     assert (found.kind, found.where) == ("graph_break", line("log"))
 
 
+def test_a_module_of_torch_itself_has_no_line_of_the_user():
+    """Symptom: a line of torch/_dynamo/external_utils.py, and two breaks for one."""
+    lstm, x = nn.LSTM(WIDTH, WIDTH), ones(3, 1, WIDTH)
+    (entry,) = measure(lstm, x, mode=None).breaks
+    assert (entry.where, entry.resumed) == ("unknown line", False)
+    (found,) = explain(lstm, x).findings
+    assert (found.kind, found.where, found.operator) == ("graph_break", None, "LSTM")
+
+
 def test_an_error_of_the_function_is_no_break():
     def fails(x):
         for _ in range(2):
