@@ -60,6 +60,8 @@ _SHAPE = re.compile(r"tensor '([^']+)' (\w+(?: \w+)*) mismatch(.*)")
 _SIZE_OF = re.compile(r"(L\[.+?\]|\w[\w.\[\]']*)\.(?:size|stride)\(\)\[(\d+)\]")
 _NUMBER = re.compile(r".+\s==\s*-?[\d.]+(?:e[-+]?\d+)?(?:\s|$)")
 _CALL = re.compile(r"[\w.]+\(")
+# How torch 2.11 writes a number that it traces as a tensor.
+_AS_TENSOR = re.compile(r"___as_tensor\((.+?)\)\.item\(\)")
 # A name with what is reached from it, as in (2.0*self.layers[0].scale); no call.
 _PATH = re.compile(r"(?<![\w.'\"\]])[A-Za-z_]\w*(?:\.\w+|\[[^\[\]]*\])*(?![\w.(\[])")
 _NO_NAMES = frozenset(("not", "is", "in", "and", "or", "None", "True", "False"))
@@ -130,6 +132,7 @@ def _recompile(
     guard = _latest(recompile.guards)
     # The guard, then "# the line  # file in function", then a stack of the user's lines.
     text = _ENTRY.sub("", guard.split("\n")[0]).removeprefix(": ").split("  #")[0].strip()
+    text = _AS_TENSOR.sub(r"\1", text)
     where = user_line(guard)
     what = f"the guard failed: {readable_name(text, argument_names) or 'unknown'}"
     shape, size = _SHAPE.search(text), _SIZE_OF.search(text)
