@@ -1,21 +1,25 @@
 """Time of one decode by every backend that runs here, against FlashMLA and the ceilings.
 
-Each time is the median of CUDA-graph replays over KV rotated through more than L2 holds. Before a
-shape is timed, its output is compared with a float64 reference on the same inputs; numbers of a
-wrong result are not printed. Ratios above 1 mean that ours is faster.
+Each time is the median of CUDA-graph replays over KV rotated through more than L2 holds. What a
+replay of that very graph leaves is compared with float64 before it is timed: out and lse of every
+sequence over every pool, FlashMLA's too. A wrong result ends the run, and its shape has no number.
+Ratios above 1 mean that ours is faster.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from _record import environment
 
+from mla_ops.cli.bench_check import Oracle
 from mla_ops.cli.bench_step import DecodeStep, StepShape
 from mla_ops.cli.bench_timing import Ceilings, ceilings, pools_needed, replay_us
 from mla_ops.ops._selection import reasons_against
@@ -50,16 +54,20 @@ GLUON = {
     (1, 128, 16384): 1.35,
 }
 SCALE = 0.135234
+# With auto among them, which the sweep compares with the best of the others.
+BACKENDS = "triton,gluon,flash_mla,auto"
+
+Launch = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class Inputs(DecodeStep):
     """One shape's tensors: pools to rotate through, shuffled pages, random values."""
 
-    def __init__(self, batch: int, heads: int, length: int, seqlen_q: int = 1) -> None:
-        shape = StepShape(batch, heads, length, softmax_scale=SCALE, seqlen_q=seqlen_q)
+    def __init__(self, batch: int, heads: int, length: int, device: str = "cuda") -> None:
+        shape = StepShape(batch, heads, length, softmax_scale=SCALE)
         pools = pools_needed(shape.moved_bytes(torch.bfloat16))
-        cuda = torch.device("cuda")
-        super().__init__(shape, num_pools=pools, device=cuda, dtype=torch.bfloat16)
+        where = torch.device(device)
+        super().__init__(shape, num_pools=pools, device=where, dtype=torch.bfloat16)
 
     def refuses(self, backend: str) -> list[str]:
         return reasons_against(backend, self.shape.decode_shape(self.q.device, self.q.dtype))
@@ -72,43 +80,59 @@ class Inputs(DecodeStep):
         )
         return out, lse
 
+    def launches(self, backend: str) -> list[Launch]:
+        """Return a call for each pool, of FlashMLA's own kernel if ``backend`` is ``FM``."""
+        if backend == "FM":
+            return flash_mla_launches(self)
+        return [lambda pool=pool: self.launch(pool, backend) for pool in self.kv]
 
-def flash_mla_us(inputs: Inputs) -> float | None:
-    """Time FlashMLA's own kernel with its own schedule, computed beforehand."""
-    if inputs.refuses("flash_mla"):
-        return None
+
+def flash_mla_launches(inputs: Inputs) -> list[Launch]:
+    """Return calls of FlashMLA's own kernel with its own schedule, computed beforehand."""
     _, seqlen_q, heads, _ = inputs.q.shape
     meta, splits = torch.ops.flash_mla_legacy.get_mla_decoding_metadata(
         inputs.lengths, seqlen_q * heads, 1, heads, False, None
     )
     decode = torch.ops.flash_mla_legacy.dense_decode_fwd
-    return replay_us(
-        [
-            lambda pool=pool: decode(
-                *(inputs.q, pool, 512, inputs.lengths, inputs.table, SCALE, True, meta, splits)
-            )
-            for pool in inputs.kv
-        ]
-    )
+    return [
+        lambda pool=pool: decode(
+            *(inputs.q, pool, 512, inputs.lengths, inputs.table, SCALE, True, meta, splits)
+        )[:2]
+        for pool in inputs.kv
+    ]
 
 
-def measure(shape: tuple[int, int, int], backends: list[str]) -> dict[str, float]:
-    """Return us by backend, FlashMLA with its own schedule as ``FM``."""
-    inputs = Inputs(*shape)
-    times = {}
-    own = flash_mla_us(inputs)
-    if own is not None:
-        times["FM"] = own
-    for backend in backends:
-        if backend != "auto" and inputs.refuses(backend):
-            continue
-        error = inputs.error(inputs.kv[0], *inputs.launch(inputs.kv[0], backend))
-        if not error <= 5e-3:
-            raise SystemExit(f"{backend} {shape}: relative error {error:.2e}, no time is printed")
-        times[backend] = replay_us(
-            [lambda pool=pool, b=backend: inputs.launch(pool, b) for pool in inputs.kv]
-        )
-    return times
+def measure(
+    shape: tuple[int, int, int], backends: list[str], device: str = "cuda"
+) -> dict[str, float]:
+    """Return us by backend, FlashMLA with its own schedule as ``FM``.
+
+    Raises:
+        SystemExit: a result is wrong.
+    """
+    inputs = Inputs(*shape, device)
+    oracle = Oracle(inputs)
+
+    def check(name: str, results: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        problem = oracle.verdict(results).problem
+        if problem is not None:
+            raise SystemExit(f"{name} {shape}: {problem}; no time is printed")
+
+    return {
+        name: replay_us(inputs.launches(name), check=functools.partial(check, name))
+        for name in ("FM", *backends)
+        if name == "auto" or not inputs.refuses("flash_mla" if name == "FM" else name)
+    }
+
+
+def sweep_shapes() -> list[tuple[int, int, int]]:
+    """Return batch, heads and length of every shape that auto-dispatch is fitted to."""
+    return [
+        (b, h, k)
+        for h in (8, 16, 32, 64, 128)
+        for b in (1, 2, 4, 8, 16, 32, 64, 128)
+        for k in (512, 2048, 8192, 32768, 131072)
+    ]
 
 
 def row(shape: tuple[int, int, int], times: dict[str, float], peak: Ceilings) -> str:
@@ -173,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", help="batch,heads,length;... (default: the acceptance table)")
     parser.add_argument("--sweep", action="store_true", help="the grid auto-dispatch is fitted to")
-    parser.add_argument("--backends", default="triton,gluon,flash_mla,auto")
+    parser.add_argument("--backends", default=BACKENDS, help="default: %(default)s")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
@@ -183,13 +207,7 @@ def main() -> None:
     if args.shapes:
         shapes = [tuple(map(int, text.split(","))) for text in args.shapes.split(";")]
     if args.sweep:
-        shapes = [
-            (b, h, k)
-            for h in (8, 16, 32, 64, 128)
-            for b in (1, 2, 4, 8, 16, 32, 64, 128)
-            for k in (512, 2048, 8192, 32768, 131072)
-            if b * k <= 2**22
-        ]
+        shapes = sweep_shapes()
     peak = ceilings(torch.device("cuda"))
     print(f"copy {peak[0]:.0f} GB/s, bf16 {peak[1]:.0f} TFLOP/s", flush=True)
     results = []

@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 import torch
 
+from mla_ops.cli.bench_check import Oracle
 from mla_ops.cli.bench_modes import CUDA_MODES, MODES, prepare
 from mla_ops.cli.bench_plot import check_plot_path, plot
 from mla_ops.cli.bench_report import BenchReport, BenchResult, as_csv, as_table
 from mla_ops.cli.bench_step import PAGE_SIZE, DecodeStep, StepShape
-from mla_ops.cli.bench_timing import Ceilings, Timing, ceilings, measure_us, pools_needed
+from mla_ops.cli.bench_timing import Ceilings, Timing, ceilings, measure_us, poison, pools_needed
 from mla_ops.cli.options import DTYPES, available_device, default_device, positive
 from mla_ops.diagnostics.environment import environment
 from mla_ops.diagnostics.json_text import json_text
 from mla_ops.ops._selection import BACKENDS, reasons_against
 from mla_ops.presets import PRESETS
-from mla_ops.testing.numerics import OUT_BUDGET
 
 __all__ = ["configure", "run"]
 
@@ -173,11 +173,11 @@ def _measure(plan: Plan, preset: str) -> BenchReport:
 
 
 class _Bench:
-    """Measures cases; holds the tensors of the last shape."""
+    """Measures cases; holds the tensors of the last shape and what their decode must give."""
 
     def __init__(self, plan: Plan, peak: Ceilings) -> None:
         self.plan, self.peak = plan, peak
-        self._step: DecodeStep | None = None
+        self._held: tuple[DecodeStep, Oracle] | None = None
 
     def result(self, shape: StepShape, backend: str, mode: str) -> BenchResult:
         """Check the outputs of the very run that is timed, then time it."""
@@ -201,19 +201,18 @@ class _Bench:
     def _timed(
         self, shape: StepShape, backend: str, mode: str
     ) -> tuple[Timing | None, float | None, str | None]:
-        budget = OUT_BUDGET[self.plan.dtype]
         error = None
         try:
-            step = self._step_of(shape)
+            step, oracle = self._step_of(shape)
             step.backend = backend
             run = prepare(step, mode)
-            outs = run()
-            errors = [step.error(step.kv[index], outs[index]) for index in (0, -1)]
-            del outs
-            # The first that is not within the budget: max() would pass a NaN over.
-            error = next((each for each in errors if not each <= budget), max(errors))
-            if not error <= budget:
-                return None, error, f"wrong: relative error {error:.1e}, budget {budget:.0e}"
+            poison(run())
+            results = run()
+            error, problem = oracle.verdict(results)
+            poison(results)
+            del results
+            if problem is not None:
+                return None, error, f"wrong: {problem}"
             us, spread = measure_us(run, self.plan.device)
         except Exception as failure:
             # Dynamo's and Inductor's have no common base; the reason stands in the table.
@@ -221,14 +220,15 @@ class _Bench:
             return None, error, f"{type(failure).__name__}: {reason}"
         return Timing(us / len(step.kv), spread), error, None
 
-    def _step_of(self, shape: StepShape) -> DecodeStep:
-        if self._step is None or self._step.shape != shape:
+    def _step_of(self, shape: StepShape) -> tuple[DecodeStep, Oracle]:
+        if self._held is None or self._held[0].shape != shape:
             # Freed first: two steps may not fit side by side.
-            self._step = None
+            self._held = None
             device, dtype = self.plan.device, self.plan.dtype
             pools = pools_needed(shape.moved_bytes(dtype))
-            self._step = DecodeStep(shape, num_pools=pools, device=device, dtype=dtype)
-        return self._step
+            step = DecodeStep(shape, num_pools=pools, device=device, dtype=dtype)
+            self._held = step, Oracle(step)
+        return self._held
 
 
 Case = tuple[StepShape, str, str]

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mla_ops.cli.bench_step import DecodeStep
 from mla_ops.cli.bench_timing import capture
 from mla_ops.diagnostics.measure import measuring
+from mla_ops.ops.decode import MLAOutput
 
 __all__ = ["CUDA_MODES", "MODES", "NotCapturedError", "prepare"]
 
@@ -19,7 +19,7 @@ CUDA_MODES = ("reduce-overhead", "hand-graph")
 # Warm-up, recording, replay.
 _CALLS = 3
 
-Run = Callable[[], list[Tensor]]
+Run = Callable[[], list[MLAOutput]]
 
 
 class NotCapturedError(RuntimeError):
@@ -48,10 +48,10 @@ def prepare(step: DecodeStep, mode: str) -> Run:
 def _reduce_overhead(step: DecodeStep) -> Run:
     compiled: Any = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
 
-    def run() -> list[Tensor]:
+    def run() -> list[MLAOutput]:
         torch.compiler.cudagraph_mark_step_begin()
-        outs: list[Tensor] = compiled()
-        return outs
+        results: list[MLAOutput] = compiled()
+        return results
 
     with measuring() as recorder:
         for _ in range(_CALLS):
@@ -69,9 +69,9 @@ def _hand_graph(step: DecodeStep) -> Run:
     with torch.cuda.device(step.q.device):
         graph, kept = capture([step])
 
-    def run() -> list[Tensor]:
+    def run() -> list[MLAOutput]:
         graph.replay()
-        outs: list[Tensor] = kept[0]  # type: ignore[assignment]
-        return outs
+        results: list[MLAOutput] = kept[0]  # type: ignore[assignment]
+        return results
 
     return run

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mla_ops._torch import mark_static_address
-from mla_ops.backends import reference
 from mla_ops.ops.decode import MLAOutput, mla_decode
 from mla_ops.ops.metadata import MLAMetadata, mla_metadata
 from mla_ops.shapes import DecodeShape, ceil_div
-from mla_ops.testing.numerics import LSE_ATOL
 
-__all__ = ["DecodeStep", "StepShape"]
+__all__ = ["PAGE_SIZE", "DecodeStep", "StepShape"]
 
 PAGE_SIZE = 64
-# Sequences that are compared with float64; all of them would take longer than the measurement.
-_CHECKED_SEQUENCES = 2
 
 
 class StepShape(NamedTuple):
@@ -93,9 +88,12 @@ class DecodeStep(nn.Module):
         mark_static_address(tensor)
         self.register_buffer(name, tensor, persistent=False)
 
-    def forward(self) -> list[Tensor]:
-        """Decode over every pool with ``self.backend``: out [B, S, H, V] of each."""
-        return [self.decode(pool, self.backend).out for pool in self.kv.unbind()]
+    def forward(self) -> list[MLAOutput]:
+        """Decode over every pool with ``self.backend``.
+
+        lse is returned too, so that it can be checked where it is timed.
+        """
+        return [self.decode(pool, self.backend) for pool in self.kv.unbind()]
 
     def decode(
         self, pool: Tensor, backend: str, out: Tensor | None = None, lse: Tensor | None = None
@@ -109,27 +107,3 @@ class DecodeStep(nn.Module):
             out=out,
             lse=lse,
         )
-
-    def error(self, pool: Tensor, out: Tensor, lse: Tensor | None = None) -> float:
-        """Return the relative RMS error of ``out`` against float64, over a few sequences.
-
-        Args:
-            pool: the keys that were read.
-            out: what to check.
-            lse: checked too if it is given: the error is infinite where it is off.
-        """
-        some = slice(0, _CHECKED_SEQUENCES)
-        expected = out[some].double()
-        expected_lse = self.q.new_empty(self.q[some].shape[:-1], dtype=torch.float32)
-        expected_lse = expected_lse.transpose(1, 2)
-        reference.mla_decode_out(
-            *(self.q[some].double(), pool, self.table[some], self.lengths[some]),
-            *(None, None, expected, expected_lse),
-            softmax_scale=self.shape.softmax_scale,
-            causal=True,
-            attn_sink=None,
-        )
-        relative = float((out[some].double() - expected).norm() / expected.norm())
-        if lse is not None and not (lse[some] - expected_lse).abs().max() < LSE_ATOL:
-            return math.inf
-        return relative

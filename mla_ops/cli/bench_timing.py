@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils import benchmark
 
 __all__ = [
@@ -16,12 +17,15 @@ __all__ = [
     "ceilings",
     "compare_us",
     "measure_us",
+    "poison",
     "pools_needed",
     "replay_us",
 ]
 
 # An H200 has 60 MB of L2: the pools a step walks through must be larger together.
 L2_BYTES = 60 * 2**20
+# Of all pools together: an H200 has 150, and its graphs and outputs need some too.
+MOST_BYTES = 60 * 10**9
 # Wall-clock seconds of a measurement: more where it is restless, until its quartiles are close.
 MIN_SECONDS, MAX_SECONDS = 0.2, 2.0
 _CLOSE = 0.1
@@ -50,7 +54,10 @@ class Ceilings(NamedTuple):
 
 def pools_needed(bytes_per_pool: int, most: int = 64) -> int:
     """Return how many distinct pools one step must rotate through to find L2 cold."""
-    return max(2, min(most, -(-3 * L2_BYTES // max(bytes_per_pool, 1))))
+    size = max(bytes_per_pool, 1)
+    pools = max(2, min(most, -(-3 * L2_BYTES // size)))
+    # One pool that large has left L2 before it is read again.
+    return max(1, min(pools, MOST_BYTES // size))
 
 
 def capture(
@@ -69,25 +76,58 @@ def capture(
     return graph, kept
 
 
-def replay_us(launches: Sequence[Callable[[], object]], repeats: int = 20) -> float:
-    """Capture ``launches`` into one CUDA graph and return the median time of one of them in us."""
-    return compare_us([launches], repeats)[0]
+def poison(results: Iterable[Iterable[Tensor]]) -> None:
+    """Fill results with NaN before they are computed again.
+
+    A run that leaves a part of them out may be given memory that still holds an earlier, right
+    result: of the warm-up, or of another backend.
+    """
+    for result in results:
+        for tensor in result:
+            tensor.fill_(torch.nan)
+
+
+def replay_us(
+    launches: Sequence[Callable[[], object]],
+    repeats: int = 20,
+    check: Callable[[Sequence[Any]], None] | None = None,
+) -> float:
+    """Capture ``launches`` into one CUDA graph and return the median time of one of them in us.
+
+    Args:
+        launches: the calls.
+        repeats: replays that are timed.
+        check: called with the tuple of tensors each call returned, as a replay of the graph left
+            it in memory full of NaN; what it raises is raised before anything is timed.
+    """
+    graph, kept = captured = capture(launches)
+    if check is not None:
+        results: Any = kept
+        poison(results)
+        graph.replay()
+        check(results)
+    return _alternate([captured], repeats)[0]
 
 
 def compare_us(
     sides: Sequence[Sequence[Callable[[], object]]], repeats: int = 20
 ) -> tuple[float, ...]:
     """Return the median us of a launch of each side; replays alternate, so clocks meet all."""
-    captured = [capture(launches) for launches in sides]
-    times: list[list[float]] = [[] for _ in sides]
+    return _alternate([capture(launches) for launches in sides], repeats)
+
+
+def _alternate(
+    captured: Sequence[tuple[torch.cuda.CUDAGraph, list[object]]], repeats: int
+) -> tuple[float, ...]:
+    times: list[list[float]] = [[] for _ in captured]
     for turn in range(_WARM_UP_CALLS + repeats):
         for (graph, _), found in zip(captured, times, strict=True):
             us = _event_us(graph.replay)
             if turn >= _WARM_UP_CALLS:
                 found.append(us)
     return tuple(
-        statistics.median(found) / len(launches)
-        for found, launches in zip(times, sides, strict=True)
+        statistics.median(found) / len(kept)
+        for found, (_, kept) in zip(times, captured, strict=True)
     )
 
 

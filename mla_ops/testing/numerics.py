@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["LSE_ATOL", "OUT_BUDGET", "assert_close_to_fp64", "assert_lse_close_to_fp64"]
+__all__ = [
+    "LSE_ATOL",
+    "OUT_BUDGET",
+    "ROW_FACTOR",
+    "assert_close_to_fp64",
+    "assert_lse_close_to_fp64",
+]
 
 # The largest relative RMS error of `out` by dtype; a same-dtype reference may only tighten it.
 OUT_BUDGET = {
@@ -18,7 +24,7 @@ LSE_ATOL = 1e-3
 # What a kernel may lose beside a plain reference in its own dtype: another order of summation.
 _REFERENCE_FACTOR = 2.0
 # One row may miss by more than all rows together, but not by as much as a wrong key would.
-_ROW_FACTOR = 16.0
+ROW_FACTOR = 16.0
 
 
 def assert_close_to_fp64(
@@ -65,11 +71,11 @@ def assert_close_to_fp64(
     relative = error.square().mean().sqrt().item() / max(scale, torch.finfo(dtype).tiny)
     # A row far below the others drowns in what rounding of the large ones costs: floor its scale.
     worst = row_error / row_scale.clamp(min=max(scale * 1e-2, torch.finfo(dtype).tiny))
-    if not relative <= budget or not worst.max().item() <= _ROW_FACTOR * budget:
+    if not relative <= budget or not worst.max().item() <= ROW_FACTOR * budget:
         raise AssertionError(
             f"out: relative RMS error {relative:.3g}, budget {budget:.3g} ({dtype}); worst row "
             f"{_where(worst == worst.max())}: {worst.max().item():.3g}, budget "
-            f"{_ROW_FACTOR * budget:.3g}; largest difference {error.abs().max().item():.3g}"
+            f"{ROW_FACTOR * budget:.3g}; largest difference {error.abs().max().item():.3g}"
         )
 
 

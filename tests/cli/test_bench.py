@@ -1,4 +1,4 @@
-"""Times are shown only for right results, in a golden table, and errors come in one line."""
+"""Times are shown in a golden table, and errors come in one line."""
 
 import copy
 import csv
@@ -9,16 +9,13 @@ import sys
 
 import pytest
 import torch
-import torch._dynamo
 from expecttest import assert_expected_inline
 from schemas import assert_documented, assert_matches
 
 from mla_ops.__main__ import main
-from mla_ops.cli import bench, bench_timing
+from mla_ops.cli import bench
 from mla_ops.cli.bench_plot import plot
 from mla_ops.cli.bench_report import BenchReport, as_csv, as_table
-from mla_ops.cli.bench_step import DecodeStep
-from mla_ops.cli.bench_timing import Ceilings
 
 SMALL = ["bench", "--device", "cpu", "--heads", "3", "--batch", "1,2", "--length", "65"]
 RESULT = {
@@ -61,15 +58,6 @@ REPORT = {
         {**RESULT, **REFUSED, "batch_size": 128, "refused": "wrong: relative error 2, budget 1"},
     ],
 }
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Fixed ceilings, few pools and short measurements: the numbers mean nothing here."""
-    monkeypatch.setattr(bench, "ceilings", lambda device, dtype: Ceilings(10.0, 0.1))
-    monkeypatch.setattr(bench, "pools_needed", lambda moved: 3)
-    monkeypatch.setattr(bench_timing, "MIN_SECONDS", 0.01)
-    monkeypatch.setattr(bench_timing, "MAX_SECONDS", 0.02)
 
 
 def test_table_is_golden():
@@ -133,55 +121,6 @@ batch length backend mode us roof us of roof GB/s TFLOP/s
  # # reference eager # # # # #
  # # reference compile # # # # #""",
     )
-
-
-def test_a_wrong_result_has_no_time(quick, capsys, monkeypatch):
-    """Symptom elsewhere: a kernel that skips half its keys wins the benchmark."""
-
-    def never(run, device):
-        raise AssertionError("timed although it is wrong")
-
-    right = DecodeStep.decode
-
-    def wrong(*args):
-        result = right(*args)
-        return result._replace(out=result.out * 1.001)
-
-    monkeypatch.setattr(bench, "measure_us", never)
-    monkeypatch.setattr(DecodeStep, "decode", wrong)
-    assert main([*SMALL, "--backends", "cpu", "--modes", "eager"]) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if "refused" in line]
-    assert len(lines) == 2
-    assert all("refused: wrong: relative error 1.0e-03, budget 1e-05" in line for line in lines)
-
-
-def test_a_result_that_is_no_number_has_no_time(quick, capsys, monkeypatch):
-    """Symptom: NaN from the last of the pools was passed over, and the run was timed."""
-    right = DecodeStep.decode
-
-    def wrong(step, pool, *args):
-        result = right(step, pool, *args)
-        last = pool.data_ptr() == step.kv[-1].data_ptr()
-        return result._replace(out=result.out * torch.nan) if last else result
-
-    monkeypatch.setattr(DecodeStep, "decode", wrong)
-    assert main([*SMALL, "--backends", "cpu", "--modes", "eager"]) == 1
-    assert capsys.readouterr().out.count("refused: wrong: relative error nan") == 2
-
-
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError, torch._dynamo.exc.FailOnRecompileLimitHit]
-)
-def test_a_crash_is_a_refusal_with_its_first_line(error, quick, capsys, monkeypatch):
-    def crash(step, mode):
-        raise error("CUDA out of memory. Tried\nmore")
-
-    monkeypatch.setattr(bench, "prepare", crash)
-    assert main([*SMALL, "--modes", "eager", "--backends", "cpu", "--json"]) == 1
-    results = json.loads(capsys.readouterr().out)["results"]
-    expected = f"{error.__name__}: CUDA out of memory. Tried"
-    assert {each["refused"] for each in results} == {expected}
-    assert {each["us"] for each in results} == {None}
 
 
 @pytest.mark.parametrize(
