@@ -117,11 +117,11 @@ def dynamo_inputs(module: fx.GraphModule) -> tuple[DynamoInput, ...]:
     return tuple(inputs)
 
 
-def inductor_backend(mode: str | None) -> Callable[..., Any]:
-    """Return what ``torch.compile(mode=mode)`` compiles with, to be wrapped."""
+def inductor_backend(mode: str | None, dynamic: bool | None = None) -> Callable[..., Any]:
+    """Return what ``torch.compile(mode=mode, dynamic=dynamic)`` compiles with, to be wrapped."""
     wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
     if wrapper is not None:
-        backend: Callable[..., Any] = wrapper(mode, None, None)
+        backend: Callable[..., Any] = wrapper(mode, None, dynamic)
         return backend
     from torch._inductor.compile_fx import compile_fx
 

@@ -15,16 +15,17 @@ from torch.utils import _pytree as pytree
 from mla_ops import _torch_breaks
 from mla_ops import _torch_compile as private
 from mla_ops._torch_graphs import CodeInput
+from mla_ops.diagnostics.breaks import joined_breaks
 from mla_ops.diagnostics.copies import BigCopy, graph_copies, graph_inputs, symbol_hints
 from mla_ops.diagnostics.generated_code import CodeFacts, read_code
-from mla_ops.diagnostics.lines import user_frame
 from mla_ops.diagnostics.measurement import GraphBreak, Measurement, Recompile
+from mla_ops.diagnostics.warm_up import GraphCall, recordings_due
+from mla_ops.diagnostics.watch import Watcher
 
 __all__ = ["BIG_BYTES", "CompiledGraph", "Recorder", "measure", "measuring"]
 
 # 1 MiB: above the activations of a decode step, below any useful pool.
 BIG_BYTES = 1 << 20
-_UNKNOWN = "unknown line"
 
 
 class CompiledGraph(NamedTuple):
@@ -65,7 +66,8 @@ class Recorder:
         self.graphs: list[CompiledGraph] = []
         self._recompiles: list[Recompile] = []
         self._messages: list[str] = []
-        self._recordings = 0
+        # The graph of each recording.
+        self._recordings: list[str] = []
         self._replays = 0
         self._events_known = False
         self._replays_known = False
@@ -77,14 +79,18 @@ class Recorder:
         self._graphs_before = private.counter("stats", "unique_graphs")
         self._skips_before = private.counter("inductor", "cudagraph_skips")
 
-    def result(self, outputs: Sequence[Any] = ()) -> Measurement:
-        """Return what was seen so far."""
+    def result(
+        self, outputs: Sequence[Any] = (), calls: Sequence[GraphCall] | None = None
+    ) -> Measurement:
+        """Return what was seen so far; ``calls`` of graphs tell which recordings are missing."""
         graphs = _since(self._graphs_before, private.counter("stats", "unique_graphs"))
         facts = [graph.facts for graph in self.latest()]
         # Code that was never shown says nothing about copies, unless nothing was compiled.
         readable = bool(facts) or graphs == 0
         launches: Counter[str] = sum((fact.launches for fact in facts if fact), Counter())
         all_read = readable and all(fact is not None for fact in facts)
+        capturable = [g.compile_id for g in self.graphs if g.wants_cudagraphs and g.on_cuda]
+        warmed_up, unrecorded = self._missing(calls, capturable)
         return Measurement(
             graphs=graphs,
             breaks=self._breaks(),
@@ -92,13 +98,15 @@ class Recorder:
             launches=dict(sorted(launches.items())) if all_read else None,
             kernels=sum(fact.kernels for fact in facts if fact) if all_read else None,
             clones=self._clones() if readable else None,
-            capturable=sum(graph.wants_cudagraphs and graph.on_cuda for graph in self.graphs),
-            recordings=self._recordings if self._events_known else None,
+            capturable=len(capturable),
+            recordings=len(self._recordings) if self._events_known else None,
             replays=self._replays if self._replays_known else None,
             skips=self._skips(),
             reasons=tuple(self._messages),
             codes=tuple(graph.code for graph in self.graphs),
             outputs=tuple(outputs),
+            warmed_up=warmed_up,
+            unrecorded=unrecorded,
         )
 
     def _breaks(self) -> tuple[GraphBreak, ...] | None:
@@ -106,7 +114,20 @@ class Recorder:
         listed = _torch_breaks.graph_breaks() if self._breaks_known else None
         if listed is None or not (self._unresumed_known or listed[self._breaks_before :]):
             return None
-        return _joined(listed[self._breaks_before :], self._unresumed)
+        return joined_breaks(listed[self._breaks_before :], self._unresumed)
+
+    def _missing(
+        self, calls: Sequence[GraphCall] | None, capturable: Sequence[str]
+    ) -> tuple[int | None, int | None]:
+        """Count the graphs of which no recording is due, and those whose recording is missing."""
+        if calls is None:
+            return None, None
+        due = recordings_due(calls, set(capturable))
+        # A graph and its backward share an id.
+        warmed_up, recorded = len(capturable) - len(due), set(self._recordings)
+        # A recording of none of these: this torch does not name the graph.
+        named = self._events_known and recorded <= {graph.compile_id for graph in self.graphs}
+        return warmed_up, len(due - recorded) if named else None
 
     def _skips(self) -> int | None:
         """Count skips of graphs on CUDA: torch also counts, without a word, those on the CPU."""
@@ -148,7 +169,7 @@ class Recorder:
 
     def _add_event(self, trigger: str, compile_id: str) -> None:
         if trigger == "CUDAGRAPH_RECORDING":
-            self._recordings += 1
+            self._recordings.append(compile_id)
         elif trigger == "RESET":
             # Breaks until now are gone from torch's list.
             self._breaks_known = False
@@ -235,14 +256,18 @@ def measure(
     if args and inputs is not None:
         raise TypeError("measure: args must be empty with inputs=, got both (give one of them)")
     with measuring(big_bytes, reset=reset) as recorder:
-        compiled = torch.compile(fn, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
+        watcher = Watcher(mode, {}, dynamic=dynamic)
+        # Without a reset, what was compiled before is to serve: a backend of our own would not.
+        how: dict[str, Any] = {"backend": watcher} if reset else {"mode": mode}
+        compiled = torch.compile(fn, fullgraph=fullgraph, dynamic=dynamic, **how)
         outputs = []
         for step in range(steps):
+            watcher.step = step
             torch.compiler.cudagraph_mark_step_begin()
             result = compiled(*(args if inputs is None else inputs(step)), **kwargs)
             # Copied: the next replay overwrites the tensors a CUDA graph returned.
             outputs.append(pytree.tree_map_only(torch.Tensor, _copy, result))
-        return recorder.result(outputs)
+        return recorder.result(outputs, watcher.calls if reset else None)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -254,32 +279,6 @@ def _since(before: int | None, now: int | None) -> int | None:
     if before is None or now is None:
         return None
     return now - before if now >= before else now
-
-
-def _joined(
-    listed: Sequence[tuple[str, _torch_breaks.Stack]],
-    unresumed: Sequence[tuple[str, _torch_breaks.Stack]],
-) -> tuple[GraphBreak, ...]:
-    """Drop repetitions: Dynamo meets a break again when it restarts a frame, or its caller."""
-    left = {tuple(stack[-1:]) for _, stack in unresumed}
-    found: dict[tuple[str, str], GraphBreak] = {}
-    told = set()
-    for reason, stack in listed:
-        if not (left and _torch_breaks.went_back(reason)):
-            last, where = tuple(stack[-1:]), _where(stack)
-            found[where, reason] = GraphBreak(reason, where, resumed=last not in left)
-            told.add(last)
-    for reason, stack in unresumed:
-        if tuple(stack[-1:]) not in told:
-            # Of one line, the first reason: the next shows when it is mended.
-            where = _where(stack)
-            key = (where, reason if where == _UNKNOWN else "")
-            found.setdefault(key, GraphBreak(reason, where, resumed=False))
-    return tuple(found.values())
-
-
-def _where(stack: _torch_breaks.Stack) -> str:
-    return user_frame(stack) or _UNKNOWN
 
 
 def _frame(compile_id: str) -> str:

@@ -52,6 +52,10 @@ class Measurement:
         reasons: what it said.
         codes: the generated code of every graph, in order.
         outputs: what each step returned, copied.
+        warmed_up: graphs of ``capturable`` that had no call but warm-ups, so that no recording
+            is due; None where the calls were not watched (``measuring``).
+        unrecorded: graphs with a call beyond their warm-up and no recording; None where the
+            calls were not watched.
     """
 
     graphs: int | None
@@ -67,13 +71,15 @@ class Measurement:
     reasons: tuple[str, ...]
     codes: tuple[str, ...] = field(repr=False)
     outputs: tuple[Any, ...] = field(default=(), repr=False)
+    warmed_up: int | None = None
+    unrecorded: int | None = None
 
     @property
     def captured(self) -> bool | None:
         """Tell whether CUDA graphs served the graphs that asked for them; None: none asked."""
         if not self.capturable:
             return None
-        return bool(self.recordings) and self.skips == 0
+        return bool(self.recordings) and self.skips == 0 and not self.unrecorded
 
     def describe(self) -> str:
         """Return the facts as one line each; what is long is cut after its first line."""

@@ -15,6 +15,7 @@ from mla_ops._torch import storage_id
 from mla_ops.diagnostics.copies import operator_name
 from mla_ops.diagnostics.lines import is_outer, readable_name, user_line
 from mla_ops.diagnostics.walk import first_write
+from mla_ops.diagnostics.warm_up import GraphCall
 
 __all__ = ["Call", "FedBack", "GraphOutput", "WatchedGraph", "WatchedInput", "Watcher"]
 
@@ -88,14 +89,23 @@ class Watcher:
     Args:
         mode: of ``torch.compile``.
         argument_names: of the function, where Dynamo only has args[0].
+        dynamic: of ``torch.compile``.
     """
 
-    def __init__(self, mode: str | None, argument_names: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        mode: str | None,
+        argument_names: Mapping[str, str],
+        *,
+        dynamic: bool | None = None,
+    ) -> None:
         self.graphs: dict[str, WatchedGraph] = {}
+        # Of all graphs, in order.
+        self.calls: list[GraphCall] = []
         self.fed_back: list[FedBack] = []
         self.step = 0
         self._argument_names = argument_names
-        self._inductor = private.inductor_backend(mode)
+        self._inductor = private.inductor_backend(mode, dynamic)
         self._outputs: list[GraphOutput] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -127,13 +137,9 @@ class Watcher:
         return list(self._outputs)
 
     def _before(self, graph: WatchedGraph, args: tuple[Any, ...]) -> None:
-        graph.calls.append(
-            Call(
-                self.step,
-                tuple(_address(value) for value in args),
-                tuple(value if type(value) is int else None for value in args),
-            )
-        )
+        sizes = tuple(value if type(value) is int else None for value in args)
+        graph.calls.append(Call(self.step, tuple(_address(value) for value in args), sizes))
+        self.calls.append(GraphCall(self.step, graph.compile_id, sizes))
         graph.input_bytes = tuple(_bytes(value) for value in args)
         made = {output.storage_id: output for output in self._outputs if output.is_live()}
         if not made:

@@ -94,11 +94,90 @@ def test_unknown_copies_fail(monkeypatch):
         assert_no_pool_clones(toy_ops.step)
 
 
-@pytest.mark.gpu
-def test_skip_on_cuda_fails_both():
-    def step(pool, rows, slots):
-        return toy_ops.step(pool, rows.cpu().cuda(), slots)
+TWO_OF_THREE = {"capturable": 3, "recordings": 2}
 
-    args = [tensor.cuda() for tensor in pool_rows_slots()]
-    with pytest.raises(AssertionError):
-        assert_captured(step, *args)
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {**TWO_OF_THREE, "warmed_up": 0, "unrecorded": None},
+        # Two recordings of one graph.
+        {**TWO_OF_THREE, "warmed_up": 1, "unrecorded": 1},
+        {**TWO_OF_THREE, "capturable": 2, "warmed_up": 0, "unrecorded": 1},
+    ],
+)
+def test_one_graph_without_a_recording_fails(change, monkeypatch):
+    """Symptom: one recorded graph was enough, however many others had been dropped."""
+    facts = {"replays": 2, "skips": 0, **change}
+    altered = dataclasses.replace(measure(toy_ops.step, *pool_rows_slots()), **facts)
+    monkeypatch.setattr(capture, "measure", lambda *_, **__: altered)
+    with pytest.raises(AssertionError, match=r"recordings: 2, none of 1 of the [23] graphs"):
+        assert_no_cudagraph_skips(toy_ops.step)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"capturable": 2, "recordings": 2, "warmed_up": 0, "unrecorded": 0},
+        # The second graph replaced the first after one step.
+        {"capturable": 2, "recordings": 1, "warmed_up": 1, "unrecorded": 0},
+        # Sizes or partitions: several recordings of a graph.
+        {"capturable": 2, "recordings": 5, "warmed_up": 0, "unrecorded": 0},
+        {"capturable": 1, "recordings": 5, "warmed_up": 0, "unrecorded": None},
+        # The calls were not watched.
+        {"capturable": 2, "recordings": 1, "warmed_up": None, "unrecorded": None},
+    ],
+)
+def test_warm_ups_sizes_and_partitions_pass(change, monkeypatch):
+    facts = {"replays": 2, "skips": 0, **change}
+    altered = dataclasses.replace(measure(toy_ops.step, *pool_rows_slots()), **facts)
+    monkeypatch.setattr(capture, "measure", lambda *_, **__: altered)
+    assert assert_no_cudagraph_skips(toy_ops.step) is altered
+
+
+def on_cuda(*tensors):
+    return [tensor.cuda() for tensor in tensors or pool_rows_slots()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", [assert_captured, assert_no_cudagraph_skips])
+def test_a_bare_mutated_argument_on_cuda_fails_until_its_address_is_static(check):
+    """Torch copies no input that a step writes: it leaves CUDA graphs out and says so."""
+    pool, rows, slots = on_cuda()
+    with pytest.raises(AssertionError, match=r"CUDA graph skips: [1-9](.|\n)*mutated inputs"):
+        check(toy_ops.step, pool, rows, slots)
+    torch._dynamo.mark_static_address(pool)
+    assert check(toy_ops.step, pool, rows, slots).replays >= 1
+
+
+@pytest.mark.gpu
+def test_one_of_two_graphs_dropped_without_a_word_on_cuda_fails():
+    def step(x, y):
+        first = x.cumsum(0)
+        torch._dynamo.graph_break()
+        return first, y.cumsum(0) * 2
+
+    def inputs(number):
+        x, y = on_cuda(torch.ones(5), torch.ones(7))
+        torch._dynamo.mark_dynamic(y, 0)
+        return x, y
+
+    dropped = {"triton.cudagraph_skip_dynamic_graphs": True}
+    with (
+        torch._inductor.config.patch(dropped),
+        pytest.raises(AssertionError, match="none of 1 of the 2 graphs"),
+    ):
+        assert_no_cudagraph_skips(step, inputs=inputs)
+    assert assert_no_cudagraph_skips(step, inputs=inputs).recordings == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(4, 5, 5, 5), (4, 5, 6, 5, 6, 5)])
+def test_a_recompilation_and_several_sizes_on_cuda_pass(sizes):
+    seen = assert_no_cudagraph_skips(
+        lambda x: x.cumsum(0) * 2,
+        inputs=lambda number: on_cuda(torch.ones(sizes[number])),
+        steps=len(sizes),
+    )
+    assert (seen.capturable, seen.warmed_up, seen.unrecorded) == (2, 1, 0)
+    assert seen.recordings == len(set(sizes)) - 1
