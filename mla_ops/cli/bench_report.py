@@ -24,8 +24,8 @@ class BenchResult(TypedDict):
         roof_us: the least time that the measured ceilings allow.
         gb_s: bytes of keys over ``us``, in 1e9 a second; null if refused.
         tflop_s: operations over ``us``, in 1e12 a second; null if refused.
-        relative_error: RMS against float64 on the same inputs; null if it did not run, and
-            where it is no finite number.
+        relative_error: RMS against float64 on the same inputs, of the worst pool over all its
+            sequences; null if it did not run, and where it is no finite number.
         refused: why there is no time; null if there is one.
     """
 

@@ -144,12 +144,22 @@ def test_choice_fits_the_committed_sweep(without):
     lost = []
     for step, times in sweep():
         shape = step.decode_shape(torch.device("cuda"), torch.bfloat16)
-        present = {name: us for name, us in times.items() if name not in without}
+        present = {name: us for name, us in times.items() if name not in ("auto", *without)}
         choice = next(name for name in _preferences(shape) if name in present)
         lost.append(min(present.values()) / present[choice])
-    assert len(lost) == 190
+    assert len(lost) >= 190
     assert min(lost) >= 0.95
     assert sum(ratio < 0.97 for ratio in lost) <= len(lost) // 100
+
+
+def test_auto_was_as_fast_as_the_best_of_the_committed_sweep():
+    """What auto ran, not what the table says: it may lose 5 %, and its own run differ by 5 %.
+
+    Sweeps from before it was timed have no such column.
+    """
+    for step, times in sweep():
+        best = min(us for name, us in times.items() if name != "auto")
+        assert best >= 0.9 * times.get("auto", best), step
 
 
 @pytest.mark.parametrize("name", ["page_size", "max_seq_len"])
