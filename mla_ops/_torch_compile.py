@@ -149,14 +149,14 @@ def compile_events(callback: Callable[[str, str], None]) -> Iterator[bool]:
     before = vars(handler).get("clear")
     clear = handler.clear
 
-    def clear_others() -> None:
-        # A reset drops every callback; ours is to go on.
+    def clear_and_stay() -> None:
+        # A reset drops every callback; ours is registered again.
         clear()
         handler.register_end_callback(tell)
         callback("RESET", "")
 
     handler.register_end_callback(tell)
-    handler.clear = clear_others
+    handler.clear = clear_and_stay
     try:
         yield True
     finally:

@@ -22,7 +22,7 @@ def problems(settings: Settings, results: list[Result]) -> list[str]:
             continue
         if seen.skips != 0:
             found.append(f"rank {rank}: {seen.skips} skips {'; '.join(seen.reasons)}".strip())
-        # Fewer recordings leave a size uncaptured, fewer replays a step.
+        # A recording too few: a size was not captured. A replay too few: a step was not.
         if seen.recordings != sizes:
             found.append(f"rank {rank}: {seen.recordings} recordings of {sizes} sizes")
         if seen.replays != settings.steps:

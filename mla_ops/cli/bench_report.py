@@ -25,7 +25,7 @@ class BenchResult(TypedDict):
         gb_s: bytes of keys over ``us``, in 1e9 a second; null if refused.
         tflop_s: operations over ``us``, in 1e12 a second; null if refused.
         relative_error: RMS against float64 on the same inputs, of the worst pool over all its
-            sequences; null if it did not run, and where it is no finite number.
+            sequences; null if it did not run, and where it is not finite.
         refused: why there is no time; null if there is one.
     """
 

@@ -46,7 +46,7 @@ class CheckFinding(TypedDict):
         device: where it ran.
         passed: whether it held.
         relative_error: of a decode, RMS against float64; null for an operator, after a crash, and
-            where it is no finite number.
+            where it is not finite.
         error: what failed; null if it passed.
     """
 

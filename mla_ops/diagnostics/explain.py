@@ -82,7 +82,19 @@ def explain_calls(
     mode: str | None,
     big_bytes: int = BIG_BYTES,
 ) -> Report:
-    """Do what ``explain`` does, for keyword arguments of any name."""
+    """Do what ``explain`` does, for keyword arguments of any name.
+
+    Args:
+        fn: as there.
+        inputs: makes the positional arguments of a step from its number.
+        kwargs: keyword arguments of every step.
+        steps: as there.
+        mode: as there.
+        big_bytes: as there.
+
+    Raises:
+        ValueError: ``steps`` is below 1.
+    """
     if steps < 1:
         raise ValueError(f"explain: steps must be at least 1, got {steps}")
     fn = uncompiled(fn)

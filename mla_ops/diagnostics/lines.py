@@ -58,7 +58,7 @@ def argument_names(fn: Callable[..., Any]) -> dict[str, str]:
         if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
     found: dict[str, str] = {}
-    # A function that calls an argument of its own so has the first word.
+    # Where the function has an argument of that name, Dynamo's name is already the user's.
     if "args" not in own:
         found |= {f"args[{index}]": name for index, name in enumerate(positional)}
     if "kwargs" not in own:

@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
     step: int
     addresses: tuple[int | None, ...]
-    # Sizes of tensors, and integers of the user's.
+    # Values of integer inputs: sizes of tensors, or the user's own integers.
     sizes: tuple[int | None, ...]
 
 
