@@ -54,7 +54,10 @@ def main() -> None:
     run()
     report(outcomes, begin)
     if options.json:
-        record = environment() | {"seed": options.seed, "programs": dict(outcomes)}
+        record = environment() | {
+            "seed": options.seed,
+            "programs": {name: outcomes[name] for name in ("equal", "refused", "different")},
+        }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(bool(outcomes["different"]))
 

@@ -208,7 +208,7 @@ class MetadataPerLayer(nn.Module):
         found = []
         for _ in range(2):
             metadata = mla_ops.mla_metadata(lengths, num_heads_q=16)  # MARK metadata
-            found.append(metadata.num_splits)
+            found.append(metadata.num_splits + 0)
         return found
 
 
