@@ -58,16 +58,23 @@ SCALE = 0.135234
 BACKENDS = "triton,gluon,flash_mla,auto"
 
 Launch = Callable[[], tuple[torch.Tensor, ...]]
+# B, H, tokens a sequence, and S where it is not 1.
+Shape = tuple[int, ...]
+
+
+def sizes_of(shape: Shape) -> StepShape:
+    batch, heads, length, seqlen_q = (*shape, 1)[:4]
+    return StepShape(batch, heads, length, softmax_scale=SCALE, seqlen_q=seqlen_q)
 
 
 class Inputs(DecodeStep):
     """One shape's tensors: pools to rotate through, shuffled pages, random values."""
 
-    def __init__(self, batch: int, heads: int, length: int, device: str = "cuda") -> None:
-        shape = StepShape(batch, heads, length, softmax_scale=SCALE)
-        pools = pools_needed(shape.moved_bytes(torch.bfloat16))
+    def __init__(self, shape: Shape, device: str = "cuda") -> None:
+        sizes = sizes_of(shape)
+        pools = pools_needed(sizes.moved_bytes(torch.bfloat16))
         where = torch.device(device)
-        super().__init__(shape, num_pools=pools, device=where, dtype=torch.bfloat16)
+        super().__init__(sizes, num_pools=pools, device=where, dtype=torch.bfloat16)
 
     def refuses(self, backend: str) -> list[str]:
         return reasons_against(backend, self.shape.decode_shape(self.q.device, self.q.dtype))
@@ -102,15 +109,13 @@ def flash_mla_launches(inputs: Inputs) -> list[Launch]:
     ]
 
 
-def measure(
-    shape: tuple[int, int, int], backends: list[str], device: str = "cuda"
-) -> dict[str, float]:
+def measure(shape: Shape, backends: list[str], device: str = "cuda") -> dict[str, float]:
     """Return us by backend, FlashMLA with its own schedule as ``FM``.
 
     Raises:
         SystemExit: a result is wrong.
     """
-    inputs = Inputs(*shape, device)
+    inputs = Inputs(shape, device)
     oracle = Oracle(inputs)
 
     def check(name: str, results: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -135,8 +140,8 @@ def sweep_shapes() -> list[tuple[int, int, int]]:
     ]
 
 
-def row(shape: tuple[int, int, int], times: dict[str, float], peak: Ceilings) -> str:
-    sizes = StepShape(*shape)
+def row(shape: Shape, times: dict[str, float], peak: Ceilings) -> str:
+    sizes = sizes_of(shape)
     moved, done = sizes.moved_bytes(torch.bfloat16), sizes.operations
     floor = peak.roof_us(moved, done)
     cells = [f"{shape!s:>18} roof {floor:7.1f}"]
@@ -195,7 +200,7 @@ def print_mean(name: str, ratios: list[float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", help="batch,heads,length;... (default: the acceptance table)")
+    parser.add_argument("--shapes", help="b,h,k or b,h,k,s; ... (default: the acceptance table)")
     parser.add_argument("--sweep", action="store_true", help="the grid auto-dispatch is fitted to")
     parser.add_argument("--backends", default=BACKENDS, help="default: %(default)s")
     parser.add_argument("--json", type=Path)
@@ -214,7 +219,7 @@ def main() -> None:
     for shape in shapes:
         times = measure(shape, args.backends.split(","))
         print(row(shape, times, peak), flush=True)
-        results.append({**dict(zip("bhk", shape, strict=True)), "us": times})
+        results.append({**dict(zip("bhks", (*shape, 1), strict=False)), "us": times})
     found = dict(zip(shapes, (result["us"] for result in results), strict=True))
     known = [s for s in VLLM if "triton" in found.get(s, ())]
     print_mean("vLLM/triton", [VLLM[s][0] / found[s]["triton"] for s in known])

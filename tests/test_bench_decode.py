@@ -62,6 +62,13 @@ def test_right_results_have_times():
     assert times == {"FM": 2.0, "cpu": 2.0, "auto": 2.0}
 
 
+def test_several_queries_are_timed_too():
+    shape = (2, 3, 70, 4)
+    assert bench_decode.Inputs(shape, "cpu").q.shape == (2, 4, 3, 576)
+    times = bench_decode.measure(shape, ["cpu"], "cpu")
+    assert "(2, 3, 70, 4)" in bench_decode.row(shape, times, bench_timing.Ceilings(4000, 700))
+
+
 def of_sequences(inputs, pool, out, lse):
     out[2:] = 0
 

@@ -11,7 +11,7 @@ import operator
 from functools import partial
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from mla_ops.inductor.nodes import is_mutation, mutated_bases, operator_name, root_of
 from mla_ops.inductor.snapshot import put_snapshot
@@ -42,7 +42,8 @@ def keep_moved_parts(graph: fx.Graph) -> None:
     kept: dict[fx.Node, fx.Node] = {}
 
     def keep(memory: fx.Node, value: fx.Node) -> fx.Node:
-        if not _reads(value, memory, set()):
+        # A size is a number, whatever it is the size of.
+        if not isinstance(value.meta.get("val"), Tensor) or not _reads(value, memory):
             return value
         if value not in kept:
             kept[value] = put_snapshot(value, value)
@@ -73,13 +74,16 @@ def _memory(node: fx.Node) -> fx.Node:
             return node
 
 
-def _reads(value: fx.Node, memory: fx.Node, seen: set[fx.Node]) -> bool:
+def _reads(value: fx.Node, memory: fx.Node) -> bool:
     """Tell whether ``value`` may be computed of ``memory`` in the loop that uses it."""
-    if value in seen:
-        return False
-    seen.add(value)
-    if _memory(value) is memory:
-        return True
-    if getattr(value.target, "namespace", None) == "mla_ops":
-        return False
-    return any(_reads(source, memory, seen) for source in value.all_input_nodes)
+    seen, left = set(), [value]
+    while left:
+        node = left.pop()
+        if node in seen or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        seen.add(node)
+        if _memory(node) is memory:
+            return True
+        if getattr(node.target, "namespace", None) != "mla_ops":
+            left += node.all_input_nodes
+    return False

@@ -155,13 +155,13 @@ def _remember(
     key: Any, chosen: tuple[str, DecodeShape], args: Any, outputs: tuple[Tensor, ...]
 ) -> DecodePlan:
     backend, shape = chosen
-    if backend == "flash_mla" and not outputs:
+    reads_keys = 0 not in (shape.batch_size, shape.seqlen_q, shape.max_pages, shape.num_pages)
+    if backend == "flash_mla" and reads_keys and not outputs:
         launch = kernel(backend, "prepare_decode")(*args[:3], args[4], args[9])
     else:
         launch = kernel(backend, "mla_decode_out")
     plan = DecodePlan(
-        *(backend, shape, launch),
-        reads_keys=0 not in (shape.batch_size, shape.seqlen_q, shape.max_pages, shape.num_pages),
+        *(backend, shape, launch, reads_keys),
         spans=tuple(_span(tensor) for tensor in (*args[:6], *outputs)),
     )
     if len(_plans) >= _MOST_PLANS:

@@ -241,7 +241,8 @@ def test_operator_mends_what_the_package_cannot_take_whatever_came_before(instal
         mla_ops.mla_decode(*(inputs.q, *inputs[1:4], few), softmax_scale=0.1, backend="flash_mla")
 
 
-def test_nothing_to_read_never_reaches_the_package(install, monkeypatch):
+@pytest.mark.parametrize("given", [False, True], ids=["planned_here", "given_a_schedule"])
+def test_nothing_to_read_never_reaches_the_package(install, monkeypatch, given):
     module = install(stubs.LEGACY)
     monkeypatch.setattr(flash_mla, "unavailable", lambda device: [])
     inputs = inputs_of()
@@ -255,7 +256,11 @@ def test_nothing_to_read_never_reaches_the_package(install, monkeypatch):
             cache_seqlens=inputs.cache_seqlens[:0],
         ),
     ):
-        out, lse = mla_ops.mla_decode(*changed[:4], softmax_scale=0.1, backend="flash_mla")
+        lengths = changed.cache_seqlens
+        metadata = mla_ops.mla_metadata(lengths, num_heads_q=16) if given else None
+        out, lse = mla_ops.mla_decode(
+            *changed[:4], metadata, softmax_scale=0.1, backend="flash_mla"
+        )
         assert (out == 0).all()
         assert (lse == -torch.inf).all()
     assert module.calls == []

@@ -7,6 +7,7 @@ from toy_ops import LIBRARY, append_, pool_rows_slots, read
 import mla_ops
 
 WIDTH = 8
+
 SCALE = 1.0
 
 LIBRARY.define("no_capture(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
@@ -15,6 +16,10 @@ for _name in ("no_capture", "captured"):
     LIBRARY.impl(_name, lambda x: x + 1, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mla_ops_test_toy::{_name}", torch.empty_like, lib=LIBRARY)
 toy = torch.ops.mla_ops_test_toy
+
+
+def ones(*shape):
+    return torch.ones(shape or WIDTH)
 
 
 def line(mark):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from faulty_models import ones
 from torch import nn
 
 from mla_ops import explain
@@ -11,16 +12,6 @@ from mla_ops.diagnostics.replay_findings import expected_recordings
 from mla_ops.diagnostics.watch import Call, WatchedGraph
 
 WIDTH = 8
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.no_grad():
-        yield
-
-
-def ones(*shape):
-    return torch.ones(shape or WIDTH)
 
 
 class Block(nn.Module):

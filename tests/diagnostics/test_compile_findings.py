@@ -5,7 +5,7 @@ import functools
 import faulty_models as models
 import pytest
 import torch
-from faulty_models import WIDTH, line
+from faulty_models import WIDTH, line, ones
 from torch import nn
 
 from mla_ops import explain
@@ -13,16 +13,6 @@ from mla_ops.diagnostics.compile_findings import compile_findings
 from mla_ops.diagnostics.explain import explain_calls
 from mla_ops.diagnostics.lines import argument_names
 from mla_ops.diagnostics.measurement import GraphBreak, Measurement
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.no_grad():
-        yield
-
-
-def ones(*shape):
-    return torch.ones(shape or WIDTH)
 
 
 def decorated(function):

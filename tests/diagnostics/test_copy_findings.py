@@ -10,12 +10,6 @@ SHAPE = (64, 32)
 BYTES = 64 * 32 * 4
 
 
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.no_grad():
-        yield
-
-
 class Cached(nn.Module):
     """Writes a row of its cache, then reads all of it."""
 

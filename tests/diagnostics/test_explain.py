@@ -5,18 +5,12 @@ import re
 import faulty_models as models
 import pytest
 import torch
-from faulty_models import WIDTH, line
+from faulty_models import WIDTH, line, ones
 from torch import nn
 from toy_ops import POOL_BYTES, pool_rows_slots
 
 import mla_ops
 from mla_ops import explain
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.no_grad():
-        yield
 
 
 def only(report, kind, mark, argument=None, operator=None):
@@ -40,10 +34,6 @@ def apply(finding, **names):
     """Run the call that the fix spells out, on the tensors of these names."""
     call = re.search(r"torch\._dynamo\.mark_\w+\([\w., ]+\)", finding.fix)
     exec(call[0], {"torch": torch, **names})
-
-
-def ones(*shape):
-    return torch.ones(shape or WIDTH)
 
 
 def test_graph_break(capsys):

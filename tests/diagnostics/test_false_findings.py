@@ -3,25 +3,15 @@
 import faulty_models as models
 import pytest
 import torch
-from faulty_models import WIDTH
+from faulty_models import WIDTH, ones
 from torch import nn
 
 from mla_ops import explain
 from mla_ops.cli.model import DemoModel, demo_config, read_prompts
 
 
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.no_grad():
-        yield
-
-
 def assert_clean(report):
     assert report.ok, str(report)
-
-
-def ones(*shape):
-    return torch.ones(shape or WIDTH)
 
 
 def test_results_as_big_as_an_input_are_no_copies():

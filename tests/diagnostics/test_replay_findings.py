@@ -1,21 +1,10 @@
 """Which input makes torch record a graph again: the tensor whose size changes, or an integer."""
 
 import faulty_models as models
-import pytest
 import torch
-from faulty_models import WIDTH, line
+from faulty_models import line, ones
 
 from mla_ops import explain
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.no_grad():
-        yield
-
-
-def ones(*shape):
-    return torch.ones(shape or WIDTH)
 
 
 def dynamic(*shape):

@@ -12,12 +12,6 @@ from mla_ops import explain
 from mla_ops.diagnostics.finding import KINDS
 
 
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.no_grad():
-        yield
-
-
 def test_json_and_strict():
     report = explain(
         models.scaled, inputs=lambda step: (torch.ones(WIDTH), 0.5 + step), mode="default"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faulty_models import ones
 from torch import nn
 
 from mla_ops import _torch_breaks, explain
@@ -14,16 +15,6 @@ from mla_ops.diagnostics import measure, measuring
 WIDTH = 8
 VALUE = "keep the value a tensor; do not call .item() on it"
 LOGGERS = (torch._dynamo.symbolic_convert, torch._dynamo.convert_frame)
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.no_grad():
-        yield
-
-
-def ones(*shape):
-    return torch.ones(shape or WIDTH)
 
 
 def line(mark):

@@ -7,6 +7,7 @@ from torch._inductor.utils import run_and_get_code
 
 from mla_ops import append_kv_
 from mla_ops._torch_compile import caches_off
+from mla_ops.inductor.parts import _reads
 
 
 def compiled(step, *arguments):
@@ -114,6 +115,21 @@ def test_a_part_moved_within_a_cache_is_of_the_value_before(move, again):
     compiled(step, pool, tokens.kv_c)
     step(expected, tokens.kv_c)
     torch.testing.assert_close(pool, expected, rtol=0, atol=0)
+
+
+def test_what_a_value_is_computed_of_is_found_behind_any_number_of_nodes():
+    """Symptom: RecursionError, one call a node; and a size was taken for a tensor."""
+    graph = torch.fx.Graph()
+    pool, other = graph.placeholder("pool"), graph.placeholder("other")
+    pool.meta["val"] = other.meta["val"] = torch.empty(2)
+    size = graph.call_function(torch.ops.aten.sym_size.int, (pool, 0))
+    size.meta["val"] = 2
+    value = other
+    for _ in range(3000):
+        value = graph.call_function(torch.ops.aten.mul.Tensor, (value, size))
+        value.meta["val"] = torch.empty(2)
+    assert _reads(value, other)
+    assert not _reads(value, pool)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "appended_again"])

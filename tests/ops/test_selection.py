@@ -152,14 +152,14 @@ def test_choice_fits_the_committed_sweep(without):
     assert sum(ratio < 0.97 for ratio in lost) <= len(lost) // 100
 
 
-def test_auto_was_as_fast_as_the_best_of_the_committed_sweep():
-    """What auto ran, not what the table says: it may lose 5 %, and its own run differ by 5 %.
-
-    Sweeps from before it was timed have no such column.
-    """
-    for step, times in sweep():
-        best = min(us for name, us in times.items() if name != "auto")
-        assert best >= 0.9 * times.get("auto", best), step
+def test_auto_is_as_fast_as_the_best_of_the_committed_table():
+    """What auto ran, not what its table says: its own run differs from the backend's."""
+    path = Path(__file__).parents[2] / "scripts" / "results" / "decode_h200.json"
+    results = json.loads(path.read_text())["results"]
+    assert len(results) == 16
+    for result in results:
+        auto = result["us"].pop("auto")
+        assert min(result["us"].values()) >= 0.97 * auto, result
 
 
 @pytest.mark.parametrize("name", ["page_size", "max_seq_len"])
