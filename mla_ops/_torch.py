@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
 __all__ = [
     "below_autograd",
+    "current_device",
     "functional_base",
     "functionalization_mode",
     "inside_graph",
     "layout_guard",
     "mark_static_address",
+    "on_device_of",
     "same_schema",
     "storage_id",
     "streaming_multiprocessors",
@@ -31,12 +31,22 @@ __all__ = [
 # H100 and H200 SXM; what a CPU and a fake CUDA tensor without a driver pretend to be.
 DEFAULT_STREAMING_MULTIPROCESSORS = 132
 
+_HERE: AbstractContextManager[Any] = contextlib.nullcontext()
+# torch.cuda.current_device() first asks whether this process was forked, which takes as long as
+# the rest of an eager call's checks. -1, as of a CPU tensor, without CUDA.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _BelowAutograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
 
 
 def below_autograd() -> AbstractContextManager[Any]:
     """Enter the dispatch keys below autograd (a no-op context when torch lost the guard)."""
     return contextlib.nullcontext() if _BelowAutograd is None else _BelowAutograd()
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Enter the device of ``tensor`` unless it is current; its current stream comes with it."""
+    index = tensor.get_device()
+    return _HERE if index < 0 or index == current_device() else torch.cuda.device(index)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -13,6 +13,7 @@ Results of both sides are compared bit for bit before they are timed.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -159,16 +160,20 @@ def gpu_us(step: Callable[[], Any], repeats: int = 100) -> float:
     return start.elapsed_time(end) * 1e3 / repeats
 
 
-def host_us(call: Callable[[], Any], calls: int, sync: bool) -> float:
-    """Return the least mean time of a call as Python sees it, the device kept less busy."""
-    best = float("inf")
-    for _ in range(7):
-        if sync:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, (time.perf_counter() - begin) / calls * 1e6)
+def host_us(calls: dict[str, Callable[[], Any]], repeats: int, sync: bool) -> dict[str, float]:
+    """Return the least mean time of each call as Python sees it, the device kept less busy.
+
+    In turns: a host that is busy for a while slows all of them.
+    """
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(25):
+        for name, call in calls.items():
+            if sync:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            best[name] = min(best[name], (time.perf_counter() - begin) / repeats * 1e6)
     return best
 
 
@@ -194,10 +199,10 @@ def eager_added() -> dict[str, dict[str, float]]:
         return decode(q, pool, 512, lengths, table, SCALE, True, *metadata)
 
     operator = torch.ops.mla_ops.mla_decode.default
-    sizes = (SCALE, 512, True, None, None, None, "flash_mla")
+    arguments = (q, pool, table, lengths, *metadata, SCALE, 512, True, None, None, None)
 
     def called() -> Any:
-        return operator(q, pool, table, lengths, *metadata, *sizes)
+        return operator(*arguments, "flash_mla")
 
     def ours(**outputs: torch.Tensor) -> Any:
         return mla_ops.mla_decode(
@@ -212,15 +217,19 @@ def eager_added() -> dict[str, dict[str, float]]:
         with mode():
             if not torch.equal(raw()[0], ours().out):
                 raise SystemExit("eager: results differ, no time is printed")
-            for _ in range(50):
-                raw(), called(), ours(), ours(out=out, lse=lse)
-            base = host_us(raw, 300, sync=True)
+            # 100 calls: the queue of launches must not fill up, or the device is timed.
+            us = host_us(
+                {
+                    **{"raw": raw, "operator": called, "decode": ours},
+                    "with_out": functools.partial(ours, out=out, lse=lse),
+                },
+                *(100, True),
+            )
             results[name] = {
-                "raw_us": base,
-                "operator_added_us": host_us(called, 300, sync=True) - base,
-                "added_us": host_us(ours, 300, sync=True) - base,
-                "added_with_out_us": host_us(lambda: ours(out=out, lse=lse), 300, sync=True)
-                - base,
+                "raw_us": us["raw"],
+                "operator_added_us": us["operator"] - us["raw"],
+                "added_us": us["decode"] - us["raw"],
+                "added_with_out_us": us["with_out"] - us["raw"],
             }
     return results
 
@@ -245,9 +254,8 @@ def python_added() -> dict[str, float]:
         results = {}
         for name, mode in MODES.items():
             with mode():
-                for _ in range(500):
-                    ours()
-                results[name] = host_us(ours, 3000, sync=False) - host_us(raw, 3000, sync=False)
+                us = host_us({"raw": raw, "ours": ours}, 1000, sync=False)
+                results[name] = us["ours"] - us["raw"]
         return results
     finally:
         _decode_plan.kernel = original

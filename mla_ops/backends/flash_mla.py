@@ -20,14 +20,12 @@ Source: FlashMLA's ``csrc/api/dense_decode`` and ``csrc/sm90/decode/dense``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_ops._torch import streaming_multiprocessors
+from mla_ops._torch import current_device, on_device_of, streaming_multiprocessors
 from mla_ops.backends.flash_mla_api import find_flash_mla
 from mla_ops.shapes import DecodeShape, lse_strides, num_sm_parts
 
@@ -36,7 +34,6 @@ __all__ = ["mla_decode", "mla_decode_out", "prepare_decode", "unavailable", "uns
 _HEAD_DIM, _HEAD_DIM_V, _PAGE_SIZE = 576, 512, 64
 # TMA takes addresses and strides in units of 16 bytes: 8 elements of 2 bytes.
 _ALIGNMENT_BYTES, _ALIGNMENT = 16, 8
-_HERE: AbstractContextManager[Any] = nullcontext()
 
 
 def unavailable(device: torch.device) -> list[str]:
@@ -93,7 +90,6 @@ def mla_decode(
     cache_seqlens: Tensor,
     tile_scheduler_metadata: Tensor,
     num_splits: Tensor,
-    *,
     softmax_scale: float,
     causal: bool,
     attn_sink: Tensor | None,
@@ -108,7 +104,7 @@ def mla_decode(
     """
     api = find_flash_mla().api
     assert api is not None
-    with _on_device_of(q):
+    with on_device_of(q):
         if api.plan is None:
             _check_rows(q, tile_scheduler_metadata)
         else:
@@ -161,19 +157,23 @@ def prepare_decode(
         cache_seqlens: Tensor,
         tile_scheduler_metadata: Tensor,
         num_splits: Tensor,
-        *,
         softmax_scale: float,
         causal: bool,
         attn_sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         # fmt: off
-        with _on_device_of(q):
-            out, lse, *_ = decode(
-                q, kv_cache, _HEAD_DIM_V, cache_seqlens, block_table, softmax_scale, causal,
-                tile_scheduler_metadata, num_splits, *extra,
+        if q.get_device() != current_device():
+            return mla_decode(
+                q, kv_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits,
+                softmax_scale, causal, attn_sink,
             )
+        result = decode(
+            q, kv_cache, _HEAD_DIM_V, cache_seqlens, block_table, softmax_scale, causal,
+            tile_scheduler_metadata, num_splits, *extra,
+        )
         # fmt: on
-        return out, lse if lse.stride() == strides else _restrided(lse)
+        lse = result[1]
+        return result[0], lse if lse.stride() == strides else _restrided(lse)
 
     return direct
 
@@ -198,21 +198,12 @@ def mla_decode_out(
     """
     result, raw_lse = mla_decode(
         *(q, kv_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits),
-        softmax_scale=softmax_scale,
-        causal=causal,
-        attn_sink=attn_sink,
+        *(softmax_scale, causal, attn_sink),
     )
-    with _on_device_of(q):
+    with on_device_of(q):
         out.copy_(result)
         lse.copy_(raw_lse)
         torch.nan_to_num_(lse, nan=float("nan"), posinf=-torch.inf, neginf=-torch.inf)
-
-
-def _on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Enter the device of ``tensor`` unless it is current; its current stream comes with it."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(tensor.device)
 
 
 @cache

@@ -30,6 +30,8 @@ class DecodePlan(NamedTuple):
     backend: str
     shape: DecodeShape
     launch: Callable[..., Any]
+    # Whether launch returns out and lse (flash_mla allocates them) or writes the caller's.
+    returns: bool
     # False where no kernel has anything to do: no rows, or no pages to read.
     reads_keys: bool
     # Bytes from first to last element of the first six inputs, 0 where absent or empty; then of
@@ -60,15 +62,18 @@ def forget_plans() -> None:
 def plan_decode(args: Any) -> DecodePlan:
     """Return the plan of ``mla_decode``'s arguments; raise what its check raises."""
     recent = _recent
-    if (
-        recent is not None
-        and recent.fits is not None
-        and recent.fits(*args[:6])
-        and (args[7], args[12]) == (recent.head_dim_v, recent.backend)
-        and args[9] is args[10] is args[11] is None
-        and not (args[0].data_ptr() | args[1].data_ptr()) % 16
-    ):
-        return recent.plan
+    if recent is not None and recent.fits is not None:
+        q, kv, table, lengths, rows, splits, _, head_dim_v, _, sink, scale_q, scale_k, backend = (
+            args
+        )
+        if (
+            recent.fits(q, kv, table, lengths, rows, splits)
+            and head_dim_v == recent.head_dim_v
+            and backend == recent.backend
+            and sink is scale_q is scale_k is None
+            and not (q.data_ptr() | kv.data_ptr()) & 15
+        ):
+            return recent.plan
     key = _layout(*args)
     plan = _plans.get(key)
     if plan is None:
@@ -156,12 +161,13 @@ def _remember(
 ) -> DecodePlan:
     backend, shape = chosen
     reads_keys = 0 not in (shape.batch_size, shape.seqlen_q, shape.max_pages, shape.num_pages)
-    if backend == "flash_mla" and reads_keys and not outputs:
+    returns = backend == "flash_mla" and reads_keys and not outputs
+    if returns:
         launch = kernel(backend, "prepare_decode")(*args[:3], args[4], args[9])
     else:
         launch = kernel(backend, "mla_decode_out")
     plan = DecodePlan(
-        *(backend, shape, launch, reads_keys),
+        *(backend, shape, launch, returns, reads_keys),
         spans=tuple(_span(tensor) for tensor in (*args[:6], *outputs)),
     )
     if len(_plans) >= _MOST_PLANS:

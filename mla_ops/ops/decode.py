@@ -133,12 +133,10 @@ def _out_fake(*args: Any) -> None:
 
 def _dispatch(*args: Any) -> tuple[Tensor, Tensor]:
     plan = plan_decode(args)
-    if plan.backend == "flash_mla" and plan.reads_keys:
+    if plan.returns:
         if args[4] is None or CHECK_METADATA:
             args = _scheduled(plan, args)
-        result: tuple[Tensor, Tensor] = plan.launch(
-            *args[:6], softmax_scale=args[6], causal=args[8], attn_sink=args[9]
-        )
+        result: tuple[Tensor, Tensor] = plan.launch(*args[:7], args[8], args[9])
         return result
     out, lse = _empty_output(args[0], args[7])
     _launch(plan, args, out, lse)

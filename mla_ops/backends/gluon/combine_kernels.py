@@ -182,6 +182,13 @@ def _mla_combine_kernel(
                 *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
                 *(N, RG, SLOTS, SINK, SPLIT, NW, 32, 32),
             )
+        elif parts <= 64:
+            _combine_units(
+                *(part_out_ptr, part_lse_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
+                *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
+                *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
+                *(N, RG, SLOTS, SINK, SPLIT, NW, 64, 8),
+            )
         else:
             _combine_units(
                 *(part_out_ptr, part_lse_ptr, sink_ptr, out_row_ptr, lse_row_ptr),

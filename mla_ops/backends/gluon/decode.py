@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mla_ops._torch import streaming_multiprocessors
+from mla_ops._torch import on_device_of, streaming_multiprocessors
 from mla_ops.backends.gluon.combine_kernels import _mla_combine_kernel
 from mla_ops.backends.gluon.decode_kernels import _mla_decode_kernel
 from mla_ops.shapes import ceil_div
@@ -27,7 +25,6 @@ _BATCH_BUCKETS = (1, 32, 128, 1024, 4096)
 _FEW_PARTS = 32
 # Row groups of all sequences, up to which each merge is spread over many blocks.
 _FEW_BLOCKS = 16
-_HERE: AbstractContextManager[Any] = contextlib.nullcontext()
 _BOX_LAYOUT = {
     torch.bfloat16: gl.NVMMASharedLayout.get_default_for([TILE_TOKENS, 64], gl.bfloat16),
     torch.float16: gl.NVMMASharedLayout.get_default_for([TILE_TOKENS, 64], gl.float16),
@@ -47,15 +44,14 @@ class DecodeConfig(NamedTuple):
     many_parts: bool
 
 
-def decode_config(batch_size: int, num_rows: int, multiprocessors: int = 132) -> DecodeConfig:
+def decode_config(
+    batch_size: int, num_rows: int, multiprocessors: int = 132, page_size: int = 64
+) -> DecodeConfig:
     """Choose the kernels of a call of ``num_rows`` = S * H query rows a sequence.
 
     Source: variants timed on an H200, scripts/bench_decode.py.
     """
-    row_tile = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    if batch_size <= 2 and num_rows <= 128:
-        # More row groups split a sequence into fewer parts to merge; L2 serves their keys.
-        row_tile = 16 if num_rows <= 64 else 32
+    row_tile = _row_tile(batch_size, num_rows)
     groups = ceil_div(num_rows, row_tile)
     workers = max(multiprocessors // groups, 1)
     parts = workers // batch_size
@@ -73,11 +69,27 @@ def decode_config(batch_size: int, num_rows: int, multiprocessors: int = 132) ->
     bucket = next(size for size in _BATCH_BUCKETS if batch_size <= size)
     return DecodeConfig(
         *(row_tile, groups, bucket, workers),
-        decode_warps=4 if row_tile == 16 else 8,
-        combine_warps=2 if blocks <= _FEW_BLOCKS and row_tile < 64 else 4,
+        # Four warps hold 32 rows, but not the places of many small pages beside them.
+        decode_warps=8 if row_tile == 64 or (row_tile == 32 and page_size < 64) else 4,
+        combine_warps=2 if blocks * row_tile <= _FEW_BLOCKS * 16 and row_tile < 64 else 4,
         combine_splits=splits,
         many_parts=workers > 8 and blocks <= 32,
     )
+
+
+def _row_tile(batch_size: int, num_rows: int) -> int:
+    """Choose the rows of a block.
+
+    The smaller they are, the fewer parts a sequence is split into, which have to be merged; the
+    more often L2 has to serve its keys.
+    """
+    if num_rows <= 16:
+        return 16
+    if num_rows <= 32:
+        return 16 if batch_size <= 2 else 32
+    if num_rows <= 64:
+        return 16 if batch_size == 1 else 32 if batch_size <= 8 else 64
+    return 32 if batch_size <= 2 and num_rows <= 128 else 64
 
 
 def mla_decode_out(
@@ -104,9 +116,7 @@ def mla_decode_out(
             "mla_decode: kv_cache must begin at a multiple of 16 bytes for backend 'gluon', got "
             f"address {kv_cache.data_ptr():#x} (use backend='triton')"
         )
-    device = q.device
-    here = _HERE if device.index == torch.cuda.current_device() else torch.cuda.device(device)
-    with here:
+    with on_device_of(q):
         _launch(
             *(q, kv_cache, block_table, cache_seqlens, out, lse, attn_sink),
             qk_scale=softmax_scale * math.log2(math.e),
@@ -130,7 +140,7 @@ def _launch(
     pages, page_size, _, _ = kv_cache.shape
     page_rows = page_size if pages == 1 else kv_cache.stride(0) // kv_cache.stride(1)
     rows = seqlen_q * heads
-    config = decode_config(batch, rows, streaming_multiprocessors(q.device))
+    config = decode_config(batch, rows, streaming_multiprocessors(q.device), page_size)
     capacity = block_table.shape[1] * page_size
     # Bounded by shapes alone: one block an SM, and no more than the table has tiles.
     workers = min(config.workers, batch * max(ceil_div(capacity, TILE_TOKENS), 1))

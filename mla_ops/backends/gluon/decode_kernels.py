@@ -277,18 +277,18 @@ def _mla_decode_kernel(
                 tile += 1
 
             row_total = gl.sum(total, 0)
-            group = rg + (done >> 28)
+            late = done >> 28
             if whole:
                 store_result(
                     *(acc_left, acc_right, m, row_total, sink_ptr, out_ptr, lse_ptr),
-                    *(b, group, num_rows, num_heads_q),
+                    *(b, rg, late, num_rows, num_heads_q),
                     *(out_stride_b, out_stride_s, out_stride_h, out_stride_v),
                     *(lse_stride_b, lse_stride_h, lse_stride_s, N, SINK, accum, score_row),
                 )
             else:
                 store_partial(
-                    *(acc_left, acc_right, m, row_total, part_out_ptr, part_lse_ptr, slot),
-                    *(N, accum, score_row),
+                    *(acc_left, acc_right, m, row_total, part_out_ptr, part_lse_ptr),
+                    *(slot + late, N, accum, score_row),
                 )
             if BP > 1:
                 slot = 2 * pid + 1

@@ -95,7 +95,8 @@ def store_result(
     out_ptr,
     lse_ptr,
     b,
-    group,
+    rg,
+    late,
     num_rows,
     num_heads_q,
     out_stride_b,
@@ -110,9 +111,14 @@ def store_result(
     accum: gl.constexpr,
     score_row: gl.constexpr,
 ):
-    """Write out and lse of a sequence that one worker saw whole."""
+    """Write out and lse of a sequence that one worker saw whole.
+
+    ``late`` is a zero that is known only here: nothing is computed before the loop over tiles
+    and kept in registers for this end of it.
+    """
     accum_row: gl.constexpr = gl.SliceLayout(0, accum)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
+    group = rg + late
     at = group * N + gl.arange(0, N, layout=score_row)
     live = at < num_rows
     query = query_of(at, num_heads_q)
@@ -127,6 +133,9 @@ def store_result(
         *(out_stride_b, out_stride_s, out_stride_h, N, accum_row),
     )
     v = gl.arange(0, HALF, layout=gl.SliceLayout(1, accum))
+    if N < 64:
+        # With 64 rows, on eight warps, it is cheaper to keep.
+        v += late
     target = out_ptr + out_at[None, :] + (v * out_stride_v)[:, None]
     gl.store(target, (acc_left * factor[None, :]).to(dtype), mask=out_live[None, :])
     target += HALF * out_stride_v

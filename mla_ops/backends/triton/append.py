@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_ops.backends.triton.launch import on_device_of
+from mla_ops._torch import on_device_of
 
 __all__ = ["append_kv_"]
 

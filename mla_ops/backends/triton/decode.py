@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_ops._torch import on_device_of
 from mla_ops.backends.triton.combine_kernels import combine_kernel
 from mla_ops.backends.triton.decode_kernels import decode_kernel
-from mla_ops.backends.triton.launch import INTERPRETED, on_device_of
+from mla_ops.backends.triton.launch import INTERPRETED
 from mla_ops.shapes import ceil_div
 
 __all__ = ["Combine", "Config", "choose", "choose_combine", "mla_decode_out"]
@@ -75,9 +76,10 @@ def choose(
             return Config(16, 32, 4, 3, 2)
         return Config(16, 64, 8, 3, 1)
     if major != 9:
-        return Config(32, 32, 8, 2, 1)
+        # Two tiles in flight where they fit: with one, loads wait for products.
+        return Config(32, 32, 8, 2 if shared_memory < 128 * 1024 else 3, 1)
     # 64 rows are 1.5 times as fast as 32: half the key traffic.
-    return Config(32, 64, 8, 2, 1) if rows <= 32 else Config(64, 64, 8, 2, 1)
+    return Config(32, 64, 8, 3, 1) if rows <= 32 else Config(64, 64, 8, 2, 1)
 
 
 class Combine(NamedTuple):
@@ -94,7 +96,8 @@ def choose_combine(row_groups: int, block_h: int, tokens: int, latent: int) -> C
     if row_groups == 1:
         combine = Combine(64, 32, 128, 1) if tokens <= 4096 else Combine(64, 128, 128, 2)
     elif row_groups <= 8 and block_h == 64:
-        combine = Combine(64, 32, 512, 1)
+        # A sequence alone is split into up to 66 parts: most of them at once.
+        combine = Combine(64, 64 if row_groups <= 2 and tokens > 2048 else 32, 512, 1)
     elif row_groups <= 32:
         combine = Combine(128, 32, 128, 1)
     elif block_h == 16:

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_ops.backends.triton.launch import INTERPRETED, on_device_of
+from mla_ops._torch import on_device_of
+from mla_ops.backends.triton.launch import INTERPRETED
 from mla_ops.shapes import BALANCED_SPLITS_PER_BLOCK, BLOCK_TOKENS, IDLE_REQUEST, ceil_div
 
 __all__ = ["mla_metadata_out"]

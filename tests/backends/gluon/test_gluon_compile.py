@@ -66,6 +66,9 @@ CASES = [
     {"heads": 128, "seqlen_q": 8, "sink": True},
     {"batch": 16, "heads": 64, "sink": True},
     {"batch": 2, "heads": 128, "sink": True, "causal": True, "seqlen_q": 1},
+    {"batch": 8, "heads": 64},
+    {"heads": 128, "causal": True, "sink": True, "seqlen_q": 1, "page_size": 16},
+    {"batch": 4, "seqlen_q": 2, "causal": True, "sink": True, "page_size": 32},
     {"seqlen_q": 2, "causal": True},
     {"page_size": 16},
     {"page_size": 32, "rope": 0},
@@ -103,8 +106,8 @@ def test_compiles_without_spills(kernels, case):
     assert combine_stats.spills == 0
     assert stats.registers <= 255
     assert stats.shared <= MAX_SHARED
-    warps = decode.decode_config(batch, seqlen_q * heads).decode_warps
-    if warps == 4:
+    config = decode.decode_config(batch, seqlen_q * heads, page_size=options["page_size"])
+    if config.decode_warps == 4:
         # The combine kernel starts beside the decode kernel: both must fit into one SM.
         assert (stats.registers + combine_stats.registers) * 4 * 32 <= 65536
         assert stats.shared + combine_stats.shared + 2048 <= MAX_SHARED
@@ -112,10 +115,10 @@ def test_compiles_without_spills(kernels, case):
     assert stats.sass.count("UTMALDG") > 0
     assert grid[0] <= 132
     assert combine_grid[0] * combine_grid[1] <= max(16 * 128, 16 * combine_grid[0])
-    # Products whose operands are not read twice: 36 + 32 (4 warps), or half the rows of V each.
-    assert len(re.findall("HGMMA", stats.sass)) == {0: 64, 64: 68}[options["rope"]] - (
-        16 if warps == 8 else 0
-    )
+    # Products whose operands are not read twice: the scores, and all columns of V or, where there
+    # are two warp groups, half of them each.
+    scores, values = {0: 32, 64: 36}[options["rope"]], 32 if config.decode_warps == 4 else 16
+    assert len(re.findall("HGMMA", stats.sass)) == scores + values
 
 
 def shape(**change):
