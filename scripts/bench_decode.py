@@ -1,9 +1,9 @@
 """Time of one decode by every backend that runs here, against FlashMLA and the ceilings.
 
-Each time is the median of CUDA-graph replays over KV rotated through more than L2 holds. What a
-replay of that very graph leaves is compared with float64 before it is timed: out and lse of every
-sequence over every pool, FlashMLA's too. A wrong result ends the run, and its shape has no number.
-Ratios above 1 mean that ours is faster.
+Each time is the median of CUDA-graph replays over KV rotated through more than L2 holds; the
+backends of a shape take turns. What a replay of that very graph leaves is compared with float64
+before it is timed: out and lse of every sequence over every pool, FlashMLA's too. A wrong result
+ends the run, and its shape has no number. Ratios above 1 mean that ours is faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from _record import environment
 
 from mla_ops.cli.bench_check import Oracle
 from mla_ops.cli.bench_step import DecodeStep, StepShape
-from mla_ops.cli.bench_timing import Ceilings, ceilings, pools_needed, replay_us
+from mla_ops.cli.bench_timing import Ceilings, ceilings, compare_us, pools_needed
 from mla_ops.ops._selection import reasons_against
 
 # us of vLLM's Triton MLA kernel on an H200, and the ratio the portable kernel must reach.
@@ -123,11 +123,14 @@ def measure(shape: Shape, backends: list[str], device: str = "cuda") -> dict[str
         if problem is not None:
             raise SystemExit(f"{name} {shape}: {problem}; no time is printed")
 
-    return {
-        name: replay_us(inputs.launches(name), check=functools.partial(check, name))
+    names = [
+        name
         for name in ("FM", *backends)
         if name == "auto" or not inputs.refuses("flash_mla" if name == "FM" else name)
-    }
+    ]
+    sides = [inputs.launches(name) for name in names]
+    checks = [functools.partial(check, name) for name in names]
+    return dict(zip(names, compare_us(sides, checks=checks), strict=True))
 
 
 def sweep_shapes() -> list[tuple[int, int, int]]:

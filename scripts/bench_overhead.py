@@ -161,10 +161,7 @@ def gpu_us(step: Callable[[], Any], repeats: int = 100) -> float:
 
 
 def host_us(calls: dict[str, Callable[[], Any]], repeats: int, sync: bool) -> dict[str, float]:
-    """Return the least mean time of each call as Python sees it, the device kept less busy.
-
-    In turns: a host that is busy for a while slows all of them.
-    """
+    """Return the least mean time of each call as Python sees it; in turns, as hosts get busy."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(25):
         for name, call in calls.items():

@@ -87,10 +87,11 @@ def poison(results: Iterable[Iterable[Tensor]]) -> None:
             tensor.fill_(torch.nan)
 
 
+Check = Callable[[Sequence[Any]], None]
+
+
 def replay_us(
-    launches: Sequence[Callable[[], object]],
-    repeats: int = 20,
-    check: Callable[[Sequence[Any]], None] | None = None,
+    launches: Sequence[Callable[[], object]], repeats: int = 20, check: Check | None = None
 ) -> float:
     """Capture ``launches`` into one CUDA graph and return the median time of one of them in us.
 
@@ -100,20 +101,27 @@ def replay_us(
         check: called with the tuple of tensors each call returned, as a replay of the graph left
             it in memory full of NaN; what it raises is raised before anything is timed.
     """
-    graph, kept = captured = capture(launches)
-    if check is not None:
-        results: Any = kept
-        poison(results)
-        graph.replay()
-        check(results)
-    return _alternate([captured], repeats)[0]
+    return compare_us([launches], repeats, [check])[0]
 
 
 def compare_us(
-    sides: Sequence[Sequence[Callable[[], object]]], repeats: int = 20
+    sides: Sequence[Sequence[Callable[[], object]]],
+    repeats: int = 20,
+    checks: Sequence[Check | None] | None = None,
 ) -> tuple[float, ...]:
-    """Return the median us of a launch of each side; replays alternate, so clocks meet all."""
-    return _alternate([capture(launches) for launches in sides], repeats)
+    """Return the median us of a launch of each side, as ``replay_us`` does.
+
+    Replays alternate: a GPU that draws all the power it may lowers its clocks, and whoever were
+    timed last would seem slower (by 10 % at the largest shapes of ``bench_decode --sweep``).
+    """
+    captured = [capture(launches) for launches in sides]
+    for (graph, kept), check in zip(captured, checks or [None] * len(sides), strict=True):
+        if check is not None:
+            results: Any = kept
+            poison(results)
+            graph.replay()
+            check(results)
+    return _alternate(captured, repeats)
 
 
 def _alternate(

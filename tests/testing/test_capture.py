@@ -151,7 +151,9 @@ def test_a_bare_mutated_argument_on_cuda_fails_until_its_address_is_static(check
 
 
 @pytest.mark.gpu
-def test_one_of_two_graphs_dropped_without_a_word_on_cuda_fails():
+def test_graphs_dropped_without_a_word_on_cuda_fail():
+    """With this setting torch 2.11 drops both, the one with the static shape too."""
+
     def step(x, y):
         first = x.sin()
         torch._dynamo.graph_break()
@@ -165,7 +167,7 @@ def test_one_of_two_graphs_dropped_without_a_word_on_cuda_fails():
     dropped = {"triton.cudagraph_skip_dynamic_graphs": True}
     with (
         torch._inductor.config.patch(dropped),
-        pytest.raises(AssertionError, match="none of 1 of the 2 graphs"),
+        pytest.raises(AssertionError, match="dropped without a word"),
     ):
         assert_no_cudagraph_skips(step, inputs=inputs)
     assert assert_no_cudagraph_skips(step, inputs=inputs).recordings == 2

@@ -28,8 +28,9 @@ _TOKENS = tl.constexpr(BLOCK_TOKENS)
 _IDLE = tl.constexpr(IDLE_REQUEST)
 _NONE = tl.constexpr(2**31 - 1)
 # Lengths of more blocks together than this (5 TB of bf16 cache) are garbage; they are cut, so
-# that positions on the line, times 2, stay below 2**31.
+# that positions on the line, packed with a distance and a bit, stay below 2**31.
 _MOST_BLOCKS = tl.constexpr(2**26)
+_DISTANCES = tl.constexpr(8)
 # A wave of one-warp programs costs as much as one program: a row each. The interpreter runs them
 # one after the other.
 _ROWS = 16 if INTERPRETED else 1
@@ -88,7 +89,8 @@ def _link(cost, inside, quota, reciprocal, OVERHEAD: tl.constexpr):
 @triton.jit
 def _next_snap(ends, rest, follows, OVERHEAD: tl.constexpr, LINKS: tl.constexpr):
     snaps = (rest - 1) < OVERHEAD  # unsigned: 0 is out
-    return tl.min(tl.where(snaps, ends * LINKS + follows, _NONE), 0)
+    packed = ends * (_DISTANCES * LINKS) + rest.to(tl.int32) * LINKS + follows
+    return tl.min(tl.where(snaps, packed, _NONE), 0)
 
 
 @triton.jit
@@ -135,6 +137,7 @@ def _mla_metadata_kernel(
     REQUESTS: tl.constexpr,
     LINKS: tl.constexpr,
 ):
+    tl.static_assert(OVERHEAD < _DISTANCES)
     pid = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     inside = index < batch
@@ -185,25 +188,33 @@ def _mla_metadata_kernel(
     equal = tl.min(tl.where(inside, blocks, _MOST_BLOCKS), 0) == longest
     if (LINKS == 2) & equal & (snap != _NONE):
         # Equal requests: every n-th boundary snaps, by the same distance.
-        position = snap // LINKS
-        shift = _remainder(position, grid, reciprocal).to(tl.int32)
+        position = snap // (_DISTANCES * LINKS)
+        shift = snap // LINKS % _DISTANCES
         every = position // (total // batch)
         moved = tl.minimum(index + 1, batch) // every * shift
         own_moved = (request + 1) // every * shift
         rest = _remainder(ends - moved, grid, reciprocal)
         snap = total * 0 + _NONE
     while snap != _NONE:
-        position = snap // LINKS
-        shift += _remainder(position - shift, grid, reciprocal).to(tl.int32)
+        position = snap // (_DISTANCES * LINKS)
+        distance = snap // LINKS % _DISTANCES
+        shift += distance
         # Boundaries before the snap keep their distance: 0 means that a part begins there.
-        moved = tl.where(ends >= position, shift, moved)
+        passed = ends >= position
+        moved = tl.where(passed, shift, moved)
         own_moved = tl.where(own_end >= position, shift, own_moved)
-        if snap % LINKS != 0:
-            moved, own_moved, shift = _pass_on(
-                *(position, ends, stops, gain, moved),
-                *(own_end, own_stops, own_gain, own_moved, shift),
-            )
-        rest = _remainder(ends - moved, grid, reciprocal)
+        if LINKS == 2:
+            nearer = rest - distance.to(tl.uint32)
+            rest = tl.where(passed, tl.minimum(nearer, nearer + grid), rest)
+            if snap % LINKS != 0:
+                moved, own_moved, shift = _pass_on(
+                    *(position, ends, stops, gain, moved),
+                    *(own_end, own_stops, own_gain, own_moved, shift),
+                )
+                rest = _remainder(ends - moved, grid, reciprocal)
+        else:
+            # Kept up to date, it is spilled where requests are many.
+            rest = _remainder(ends - moved, grid, reciprocal)
         snap = _next_snap(ends, rest, follows, OVERHEAD, LINKS)
 
     # Pairs of (part, request) up to a request: a part each, and one more for each boundary that
@@ -232,7 +243,6 @@ def _mla_metadata_kernel(
     last = (end_block != end_blocks) & (end_length != 0)
     either = (first | last) & (begin_req == end_req)
     split = (begin_block + quota - 1) // quota
-
     written = row < parts
     field = rows_ptr + row * 8
     tl.store(field, tl.where(busy, begin_req, _IDLE), mask=written)
@@ -286,5 +296,5 @@ def mla_metadata_out(
             REQUESTS=requests,
             LINKS=2 if block <= _LARGEST_WITH_RUNS else 1,
             # One warp reduces without a barrier.
-            num_warps=1 if block <= 512 else min(block // 512, 16),
+            num_warps=1 if block <= 256 else max(4, min(block // 512, 16)),
         )

@@ -85,6 +85,12 @@ def test_every_program_writes_its_own_rows(batch):
 
 
 @pytest.mark.usefixtures("few_programs")
+def test_more_requests_than_runs_are_kept_for():
+    rng = random.Random(0)
+    check([rng.randint(0, 3000) for _ in range(1100)], 132)
+
+
+@pytest.mark.usefixtures("few_programs")
 def test_more_parts_than_blocks():
     check([1], 300)
     check([0, 0, 0], 132)
