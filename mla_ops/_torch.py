@@ -33,7 +33,7 @@ DEFAULT_STREAMING_MULTIPROCESSORS = 132
 
 _HERE: AbstractContextManager[Any] = contextlib.nullcontext()
 # torch.cuda.current_device() first asks whether this process was forked, which takes as long as
-# the rest of an eager call's checks. -1, as of a CPU tensor, without CUDA.
+# the rest of an eager call's checks. -1 where the name is gone: every call then enters its device.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _BelowAutograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
 

@@ -1,9 +1,10 @@
 """Time of one decode by every backend that runs here, against FlashMLA and the ceilings.
 
-Each time is the median of CUDA-graph replays over KV rotated through more than L2 holds; the
-backends of a shape take turns. What a replay of that very graph leaves is compared with float64
-before it is timed: out and lse of every sequence over every pool, FlashMLA's too. A wrong result
-ends the run, and its shape has no number. Ratios above 1 mean that ours is faster.
+Each time is the median of CUDA-graph replays over KV rotated through more than L2 holds (or 64
+pools of the smallest shapes); the backends of a shape take turns. What a replay of that very graph
+leaves is compared with float64 before it is timed: out and lse of every sequence over every pool,
+FlashMLA's too. A wrong result ends the run, and its shape has no number. Ratios above 1 mean that
+ours is faster.
 """
 
 from __future__ import annotations

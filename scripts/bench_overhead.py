@@ -215,13 +215,9 @@ def eager_added() -> dict[str, dict[str, float]]:
             if not torch.equal(raw()[0], ours().out):
                 raise SystemExit("eager: results differ, no time is printed")
             # 100 calls: the queue of launches must not fill up, or the device is timed.
-            us = host_us(
-                {
-                    **{"raw": raw, "operator": called, "decode": ours},
-                    "with_out": functools.partial(ours, out=out, lse=lse),
-                },
-                *(100, True),
-            )
+            with_out = functools.partial(ours, out=out, lse=lse)
+            calls = {"raw": raw, "operator": called, "decode": ours, "with_out": with_out}
+            us = host_us(calls, repeats=100, sync=True)
             results[name] = {
                 "raw_us": us["raw"],
                 "operator_added_us": us["operator"] - us["raw"],

@@ -62,6 +62,24 @@ def test_right_results_have_times():
     assert times == {"FM": 2.0, "cpu": 2.0, "auto": 2.0}
 
 
+def test_each_backend_has_its_own_time(monkeypatch):
+    us = {"FM": 3.0, "cpu": 6.0, "auto": 9.0}
+    clock = {}
+    launches = Inputs.launches
+
+    def noted(inputs, name):
+        found = launches(inputs, name)
+        clock[id(found)] = us[name]
+        return found
+
+    monkeypatch.setattr(Inputs, "launches", noted)
+    monkeypatch.setattr(
+        bench_timing, "_event_us", lambda run: run() or clock[id(run.__self__.launches)]
+    )
+    times = bench_decode.measure(SHAPE, ["cpu", "auto"], "cpu")
+    assert times == {"FM": 1.0, "cpu": 2.0, "auto": 3.0}
+
+
 def test_several_queries_are_timed_too():
     shape = (2, 3, 70, 4)
     assert bench_decode.Inputs(shape, "cpu").q.shape == (2, 4, 3, 576)

@@ -29,6 +29,7 @@ MOST_BYTES = 60 * 10**9
 # Wall-clock seconds of a measurement: more where it is restless, until its quartiles are close.
 MIN_SECONDS, MAX_SECONDS = 0.2, 2.0
 _CLOSE = 0.1
+_Check = Callable[[Sequence[Any]], None]
 _WARM_UP_CALLS = 3
 
 
@@ -87,11 +88,8 @@ def poison(results: Iterable[Iterable[Tensor]]) -> None:
             tensor.fill_(torch.nan)
 
 
-Check = Callable[[Sequence[Any]], None]
-
-
 def replay_us(
-    launches: Sequence[Callable[[], object]], repeats: int = 20, check: Check | None = None
+    launches: Sequence[Callable[[], object]], repeats: int = 20, check: _Check | None = None
 ) -> float:
     """Capture ``launches`` into one CUDA graph and return the median time of one of them in us.
 
@@ -107,9 +105,9 @@ def replay_us(
 def compare_us(
     sides: Sequence[Sequence[Callable[[], object]]],
     repeats: int = 20,
-    checks: Sequence[Check | None] | None = None,
+    checks: Sequence[_Check | None] | None = None,
 ) -> tuple[float, ...]:
-    """Return the median us of a launch of each side, as ``replay_us`` does.
+    """Return the median us of a launch of each side, and check each, as ``replay_us`` does.
 
     Replays alternate: a GPU that draws all the power it may lowers its clocks, and whoever were
     timed last would seem slower (by 10 % at the largest shapes of ``bench_decode --sweep``).
@@ -129,10 +127,12 @@ def _alternate(
 ) -> tuple[float, ...]:
     times: list[list[float]] = [[] for _ in captured]
     for turn in range(_WARM_UP_CALLS + repeats):
-        for (graph, _), found in zip(captured, times, strict=True):
-            us = _event_us(graph.replay)
+        for place in range(len(captured)):
+            # Clocks lag: nobody always follows the same neighbour.
+            side = (turn + place * (-1) ** turn) % len(captured)
+            us = _event_us(captured[side][0].replay)
             if turn >= _WARM_UP_CALLS:
-                found.append(us)
+                times[side].append(us)
     return tuple(
         statistics.median(found) / len(kept)
         for found, (_, kept) in zip(times, captured, strict=True)

@@ -63,14 +63,12 @@ def plan_decode(args: Any) -> DecodePlan:
     """Return the plan of ``mla_decode``'s arguments; raise what its check raises."""
     recent = _recent
     if recent is not None and recent.fits is not None:
-        q, kv, table, lengths, rows, splits, _, head_dim_v, _, sink, scale_q, scale_k, backend = (
-            args
-        )
+        q, kv, table, lengths, rows, splits, _, head_dim_v, _, sink, for_q, for_k, backend = args
         if (
             recent.fits(q, kv, table, lengths, rows, splits)
             and head_dim_v == recent.head_dim_v
             and backend == recent.backend
-            and sink is scale_q is scale_k is None
+            and sink is for_q is for_k is None
             and not (q.data_ptr() | kv.data_ptr()) & 15
         ):
             return recent.plan

@@ -23,8 +23,9 @@ _BATCH_BUCKETS = (1, 32, 128, 1024, 4096)
 # The combine kernel merges up to so many parts in one short pass: a few SMs more would cost more
 # than they bring.
 _FEW_PARTS = 32
-# Row groups of all sequences, up to which each merge is spread over many blocks.
-_FEW_BLOCKS = 16
+# Row groups of all sequences, up to which each merge is spread over many blocks; and their rows,
+# up to which its blocks have two warps, so that more of them fit beside the decode kernel.
+_FEW_BLOCKS, _FEW_ROWS = 16, 256
 _BOX_LAYOUT = {
     torch.bfloat16: gl.NVMMASharedLayout.get_default_for([TILE_TOKENS, 64], gl.bfloat16),
     torch.float16: gl.NVMMASharedLayout.get_default_for([TILE_TOKENS, 64], gl.float16),
@@ -58,8 +59,7 @@ def decode_config(
     if _FEW_PARTS < parts <= _FEW_PARTS * 5 // 4:
         parts, workers = _FEW_PARTS, _FEW_PARTS * batch_size
     blocks = batch_size * groups
-    # Two warps leave room for more combine blocks beside the decode kernel. What spreads few
-    # merges over the device, and no more blocks than many merges need:
+    # What spreads few merges over the device, and no more blocks than many merges need.
     if parts > _FEW_PARTS:
         splits = 128
     elif blocks > _FEW_BLOCKS:
@@ -67,11 +67,12 @@ def decode_config(
     else:
         splits = 2 * row_tile if parts > 8 else row_tile
     bucket = next(size for size in _BATCH_BUCKETS if batch_size <= size)
+    # Four warps hold 32 rows, but neither the places of many small pages nor a long plan beside.
+    crowded = page_size < TILE_TOKENS or bucket > 1024
     return DecodeConfig(
         *(row_tile, groups, bucket, workers),
-        # Four warps hold 32 rows, but not the places of many small pages beside them.
-        decode_warps=8 if row_tile == 64 or (row_tile == 32 and page_size < 64) else 4,
-        combine_warps=2 if blocks * row_tile <= _FEW_BLOCKS * 16 and row_tile < 64 else 4,
+        decode_warps=8 if row_tile == 64 or (row_tile == 32 and crowded) else 4,
+        combine_warps=2 if blocks * row_tile <= _FEW_ROWS and row_tile < 64 else 4,
         combine_splits=splits,
         many_parts=workers > 8 and blocks <= 32,
     )

@@ -178,8 +178,8 @@ def _mla_decode_kernel(
             tiles = tiles_of(length)
             stop = gl.minimum(tile + count - done, tiles)
             whole = (tile == 0) & (stop == tiles)
-            # Again a zero the compiler cannot fold: what depends on it is computed where it is
-            # used, not before the loop and kept (183 registers against 231).
+            # A zero the compiler cannot fold: what depends on it is computed where it is used, not
+            # before the loop and kept (at 16 rows, 183 registers against 231).
             group = rg + (done >> 28)
 
             stage_q(
@@ -201,8 +201,8 @@ def _mla_decode_kernel(
             while tile < stop:
                 stage = done % STAGES
                 phase = done // STAGES % 2
-                # An index the compiler cannot fold: a constant one makes it keep 36 wgmma
-                # descriptors of Q in registers (251 registers and spills, against 164).
+                # Again such a zero: with a constant index 36 wgmma descriptors of Q are kept in
+                # registers (251 registers and spills, against 164).
                 zero = done >> 28
                 mbarrier.wait(left_bars.index(stage), phase)
                 s = gl.zeros([TILE, N], gl.float32, layout=score)
@@ -277,7 +277,7 @@ def _mla_decode_kernel(
                 tile += 1
 
             row_total = gl.sum(total, 0)
-            late = done >> 28
+            late = done >> 28  # and again
             if whole:
                 store_result(
                     *(acc_left, acc_right, m, row_total, sink_ptr, out_ptr, lse_ptr),

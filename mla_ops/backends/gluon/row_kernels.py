@@ -133,9 +133,12 @@ def store_result(
         *(out_stride_b, out_stride_s, out_stride_h, N, accum_row),
     )
     v = gl.arange(0, HALF, layout=gl.SliceLayout(1, accum))
-    if N < 64:
-        # With 64 rows, on eight warps, it is cheaper to keep.
+    if N == 32:
         v += late
+    else:
+        # Where v has a stride, its products are what would be kept.
+        if out_stride_v != 1:
+            v += late
     target = out_ptr + out_at[None, :] + (v * out_stride_v)[:, None]
     gl.store(target, (acc_left * factor[None, :]).to(dtype), mask=out_live[None, :])
     target += HALF * out_stride_v

@@ -18,107 +18,34 @@ from torch import Tensor
 
 from mla_ops._torch import on_device_of
 from mla_ops.backends.triton.launch import INTERPRETED
-from mla_ops.shapes import BALANCED_SPLITS_PER_BLOCK, BLOCK_TOKENS, IDLE_REQUEST, ceil_div
+from mla_ops.backends.triton.metadata_line import (
+    DISTANCES,
+    NONE,
+    blocks_of,
+    cost_of,
+    length_of,
+    link,
+    moved_from,
+    next_snap,
+    pass_on,
+    place,
+    quota_of,
+    remainder,
+)
+from mla_ops.shapes import IDLE_REQUEST, ceil_div
 
 __all__ = ["mla_metadata_out"]
 
 _SCHEDULES = ("flash_mla", "balanced")
-_BALANCED = tl.constexpr(BALANCED_SPLITS_PER_BLOCK)
-_TOKENS = tl.constexpr(BLOCK_TOKENS)
 _IDLE = tl.constexpr(IDLE_REQUEST)
-_NONE = tl.constexpr(2**31 - 1)
 # Lengths of more blocks together than this (5 TB of bf16 cache) are garbage; they are cut, so
 # that positions on the line, packed with a distance and a bit, stay below 2**31.
 _MOST_BLOCKS = tl.constexpr(2**26)
-_DISTANCES = tl.constexpr(8)
 # A wave of one-warp programs costs as much as one program: a row each. The interpreter runs them
 # one after the other.
 _ROWS = 16 if INTERPRETED else 1
 # Runs, and the short cut for equal requests, cost four more registers a request.
 _LARGEST_WITH_RUNS = 1024
-
-
-@triton.jit
-def _length(lengths_ptr, topk, index, mask, CONSTANT: tl.constexpr):
-    if CONSTANT:
-        return tl.where(mask, topk, 0)
-    return tl.maximum(tl.load(lengths_ptr + index, mask=mask, other=0), 0)
-
-
-@triton.jit
-def _blocks(length):
-    return tl.maximum(length - 1, 0) // _TOKENS + 1
-
-
-@triton.jit
-def _quota(total, longest, parts, BALANCE: tl.constexpr):
-    quota = (total + parts - 1) // parts
-    if BALANCE:
-        square = longest // _BALANCED
-        root = tl.sqrt(square.to(tl.float32)).to(tl.int32)
-        root = tl.where(root * root > square, root - 1, root)
-        root = tl.where((root + 1) * (root + 1) <= square, root + 1, root)
-        quota = tl.maximum(quota, root)
-    return tl.maximum(quota, 1)
-
-
-@triton.jit
-def _remainder(value, divisor, reciprocal):
-    # A multiplication by floor((2**32 - 1) / divisor) is one quotient short at most.
-    value = value.to(tl.uint32)
-    rest = value - tl.umulhi(value, reciprocal) * divisor
-    return tl.minimum(rest, rest - divisor)
-
-
-@triton.jit
-def _cost(blocks, inside, quota, reciprocal, OVERHEAD: tl.constexpr):
-    # A quota within the overhead reaches every boundary: each request then costs whole parts.
-    rest = _remainder(blocks, quota.to(tl.uint32), reciprocal).to(tl.int32)
-    whole = blocks + tl.where(rest > 0, quota - rest, 0)
-    return tl.where(inside, tl.where(quota <= OVERHEAD, whole, blocks + OVERHEAD), 0)
-
-
-@triton.jit
-def _link(cost, inside, quota, reciprocal, OVERHEAD: tl.constexpr):
-    """Tell which requests end a run, and by how much the others move the grid."""
-    rest = _remainder(cost, quota, reciprocal)
-    stops = (rest > OVERHEAD) | (inside == 0)
-    return stops.to(tl.int32), tl.where(stops, 0, rest.to(tl.int32))
-
-
-@triton.jit
-def _next_snap(ends, rest, follows, OVERHEAD: tl.constexpr, LINKS: tl.constexpr):
-    snaps = (rest - 1) < OVERHEAD  # unsigned: 0 is out
-    packed = ends * (_DISTANCES * LINKS) + rest.to(tl.int32) * LINKS + follows
-    return tl.min(tl.where(snaps, packed, _NONE), 0)
-
-
-@triton.jit
-def _pass_on(position, ends, stops, gain, moved, own_end, own_stops, own_gain, own_moved, shift):
-    """Move the grid along the run of requests that begins behind a snap."""
-    here = ends == position
-    run = tl.max(tl.where(here, stops, 0), 0)
-    gone = tl.max(tl.where(here, gain, 0), 0)
-    here = (ends >= position) & (stops == run)
-    end = tl.max(tl.where(here, gain, 0), 0) - gone
-    moved += tl.where(ends >= position, tl.where(here, gain - gone, end), 0)
-    here = (own_end >= position) & (own_stops == run)
-    own_moved += tl.where(own_end >= position, tl.where(here, own_gain - gone, end), 0)
-    return moved, own_moved, shift + end
-
-
-@triton.jit
-def _place(position, ends, batch):
-    reached = ends[None, :] <= position[:, None]  # [ROWS, BLOCK]
-    request = tl.minimum(tl.sum(reached.to(tl.int32), 1), batch)
-    return request, position - tl.max(tl.where(reached, ends[None, :], 0), 1)
-
-
-@triton.jit
-def _moved(position, ends, moved):
-    """Move a position of the grid as far as the boundaries before it did."""
-    reached = (ends - moved)[None, :] <= position[:, None]  # [ROWS, BLOCK]
-    return position + tl.max(tl.where(reached, moved[None, :], 0), 1)
 
 
 @triton.jit(do_not_specialize=["batch", "parts", "topk"])
@@ -137,28 +64,31 @@ def _mla_metadata_kernel(
     REQUESTS: tl.constexpr,
     LINKS: tl.constexpr,
 ):
-    tl.static_assert(OVERHEAD < _DISTANCES)
+    tl.static_assert(OVERHEAD < DISTANCES)
     pid = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     inside = index < batch
     request = pid * REQUESTS + tl.arange(0, REQUESTS)
     mine = request < batch
-    blocks = _blocks(_length(lengths_ptr, topk, index, inside, CONSTANT))
-    own = _blocks(_length(lengths_ptr, topk, request, mine, CONSTANT))
+    blocks = blocks_of(length_of(lengths_ptr, topk, index, inside, CONSTANT))
+    own = blocks_of(length_of(lengths_ptr, topk, request, mine, CONSTANT))
 
     # In units of 1024 blocks, because the sum of blocks itself may overflow.
-    crowded = tl.sum(tl.where(inside, blocks >> 10, 0), 0) > (_MOST_BLOCKS >> 10)
+    units = tl.sum(tl.where(inside, blocks >> 10, 0), 0)
+    if LINKS == 1:
+        units += tl.sum(tl.where(inside, blocks & 1023, 0), 0) >> 10
+    crowded = units > (_MOST_BLOCKS >> 10)
     most = tl.where(crowded, _MOST_BLOCKS // BLOCK, _MOST_BLOCKS)
     blocks = tl.minimum(blocks, most)
     total = tl.sum(tl.where(inside, blocks + OVERHEAD, 0), 0)
     longest = tl.max(tl.where(inside, blocks, 0), 0)
-    quota = _quota(total, longest, parts, BALANCE)
+    quota = quota_of(total, longest, parts, BALANCE)
     grid = quota.to(tl.uint32)
     reciprocal = 0xFFFFFFFF // grid
-    cost = _cost(blocks, inside, quota, reciprocal, OVERHEAD)
+    cost = cost_of(blocks, inside, quota, reciprocal, OVERHEAD)
     ends = tl.cumsum(cost, 0)  # P[1:], P[B] behind the last request
     total = tl.sum(cost, 0)
-    own_cost = _cost(tl.minimum(own, most), mine, quota, reciprocal, OVERHEAD)
+    own_cost = cost_of(tl.minimum(own, most), mine, quota, reciprocal, OVERHEAD)
     before = index < pid * REQUESTS
     own_end = tl.sum(tl.where(before, cost, 0), 0) + tl.cumsum(own_cost, 0)
 
@@ -167,37 +97,37 @@ def _mla_metadata_kernel(
     stops, gain, follows = index * 0, index * 0, index * 0
     own_stops, own_gain = request * 0, request * 0
     if LINKS == 2:
-        stops, gain = _link(cost, inside, grid, reciprocal, OVERHEAD)
-        own_stops, own_gain = _link(own_cost, mine, grid, reciprocal, OVERHEAD)
+        stops, gain = link(cost, inside, grid, reciprocal, OVERHEAD)
+        own_stops, own_gain = link(own_cost, mine, grid, reciprocal, OVERHEAD)
         own_stops = tl.sum(tl.where(before, stops, 0), 0) + tl.cumsum(own_stops, 0)
         own_gain = tl.sum(tl.where(before, gain, 0), 0) + tl.cumsum(own_gain, 0)
         stops = tl.cumsum(stops, 0)
         gain = tl.cumsum(gain, 0)
         inside_next = index + 1 < batch
-        next_length = _length(lengths_ptr, topk, index + 1, inside_next, CONSTANT)
-        next_blocks = tl.minimum(_blocks(next_length), most)
-        next_cost = _cost(next_blocks, inside_next, quota, reciprocal, OVERHEAD)
-        next_stops, _ = _link(next_cost, inside_next, grid, reciprocal, OVERHEAD)
+        next_length = length_of(lengths_ptr, topk, index + 1, inside_next, CONSTANT)
+        next_blocks = tl.minimum(blocks_of(next_length), most)
+        next_cost = cost_of(next_blocks, inside_next, quota, reciprocal, OVERHEAD)
+        next_stops, _ = link(next_cost, inside_next, grid, reciprocal, OVERHEAD)
         follows = 1 - next_stops
 
     moved = tl.zeros([BLOCK], tl.int32)  # how far the grid has moved at each boundary
     own_moved = tl.zeros([REQUESTS], tl.int32)
     shift = total * 0
-    rest = _remainder(ends, grid, reciprocal)  # distance behind the grid
-    snap = _next_snap(ends, rest, follows, OVERHEAD, LINKS)
+    rest = remainder(ends, grid, reciprocal)  # distance behind the grid
+    snap = next_snap(ends, rest, follows, OVERHEAD, LINKS)
     equal = tl.min(tl.where(inside, blocks, _MOST_BLOCKS), 0) == longest
-    if (LINKS == 2) & equal & (snap != _NONE):
+    if (LINKS == 2) & equal & (snap != NONE):
         # Equal requests: every n-th boundary snaps, by the same distance.
-        position = snap // (_DISTANCES * LINKS)
-        shift = snap // LINKS % _DISTANCES
+        position = snap // (DISTANCES * LINKS)
+        shift = snap // LINKS % DISTANCES
         every = position // (total // batch)
         moved = tl.minimum(index + 1, batch) // every * shift
         own_moved = (request + 1) // every * shift
-        rest = _remainder(ends - moved, grid, reciprocal)
-        snap = total * 0 + _NONE
-    while snap != _NONE:
-        position = snap // (_DISTANCES * LINKS)
-        distance = snap // LINKS % _DISTANCES
+        rest = remainder(ends - moved, grid, reciprocal)
+        snap = total * 0 + NONE
+    while snap != NONE:
+        position = snap // (DISTANCES * LINKS)
+        distance = snap // LINKS % DISTANCES
         shift += distance
         # Boundaries before the snap keep their distance: 0 means that a part begins there.
         passed = ends >= position
@@ -207,15 +137,15 @@ def _mla_metadata_kernel(
             nearer = rest - distance.to(tl.uint32)
             rest = tl.where(passed, tl.minimum(nearer, nearer + grid), rest)
             if snap % LINKS != 0:
-                moved, own_moved, shift = _pass_on(
+                moved, own_moved, shift = pass_on(
                     *(position, ends, stops, gain, moved),
                     *(own_end, own_stops, own_gain, own_moved, shift),
                 )
-                rest = _remainder(ends - moved, grid, reciprocal)
+                rest = remainder(ends - moved, grid, reciprocal)
         else:
             # Kept up to date, it is spilled where requests are many.
-            rest = _remainder(ends - moved, grid, reciprocal)
-        snap = _next_snap(ends, rest, follows, OVERHEAD, LINKS)
+            rest = remainder(ends - moved, grid, reciprocal)
+        snap = next_snap(ends, rest, follows, OVERHEAD, LINKS)
 
     # Pairs of (part, request) up to a request: a part each, and one more for each boundary that
     # is no part's beginning.
@@ -227,17 +157,17 @@ def _mla_metadata_kernel(
     tl.store(splits_ptr + request, 0, mask=request == 0)
 
     row = pid * ROWS + tl.arange(0, ROWS)
-    begin = _moved(tl.minimum(row, parts) * quota, ends, moved)
-    end = _moved(tl.minimum(row + 1, parts) * quota, ends, moved)
+    begin = moved_from(tl.minimum(row, parts) * quota, ends, moved)
+    end = moved_from(tl.minimum(row + 1, parts) * quota, ends, moved)
     begin = tl.minimum(begin, total)
     end = tl.minimum(end, total)
     busy = begin < end
-    begin_req, begin_block = _place(begin, ends, batch)
-    end_req, end_block = _place(end, ends, batch)
+    begin_req, begin_block = place(begin, ends, batch)
+    end_req, end_block = place(end, ends, batch)
     whole = end_block == 0
     end_req = tl.where(whole, end_req - 1, end_req)
-    end_length = _length(lengths_ptr, topk, end_req, busy, CONSTANT)
-    end_blocks = tl.minimum(_blocks(end_length), most)
+    end_length = length_of(lengths_ptr, topk, end_req, busy, CONSTANT)
+    end_blocks = tl.minimum(blocks_of(end_length), most)
     end_block = tl.where(whole, tl.where(end_length == 0, 0, end_blocks), end_block)
     first = begin_block != 0
     last = (end_block != end_blocks) & (end_length != 0)

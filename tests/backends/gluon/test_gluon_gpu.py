@@ -97,7 +97,7 @@ def check(*arguments, **options):
         assert torch.equal(lse, lse_again)
 
 
-@pytest.mark.parametrize("heads", [1, 5, 16, 63, 64, 128])
+@pytest.mark.parametrize("heads", [1, 5, 16, 32, 63, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_heads(heads, dtype):
     check(*problem(RAGGED, heads=heads, dtype=dtype))
@@ -112,15 +112,27 @@ def test_several_queries(seqlen_q, causal, heads):
 
 @pytest.mark.parametrize("rope", [64, 0])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 192])
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("heads", [16, 32, 64])
 def test_page_sizes(page_size, rope, heads):
     check(*problem(RAGGED, page_size=page_size, rope=rope, heads=heads))
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1024, 16383, 16384, 40000])
-@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
 def test_one_sequence(length, heads):
     check(*problem([length], heads=heads))
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("batch", [2, 3, 6])
+def test_few_sequences_of_many_rows(batch, heads):
+    check(*problem(RAGGED[-batch:], heads=heads))
+
+
+@pytest.mark.parametrize("batch", [33, 129, 1100])
+def test_many_sequences_of_32_rows(batch):
+    torch.manual_seed(batch)
+    check(*problem(torch.randint(0, 300, (batch,)).tolist(), heads=32))
 
 
 @pytest.mark.parametrize("batch", [3, 33, 128, 129, 200, 1100])

@@ -7,7 +7,9 @@ from mla_ops.backends.triton import metadata
 
 
 @pytest.mark.parametrize("schedule", ["flash_mla", "balanced"])
-@pytest.mark.parametrize(("batch", "parts"), [(16, 1), (32, 2), (63, 2), (100, 4), (600, 7)])
+@pytest.mark.parametrize(
+    ("batch", "parts"), [(16, 1), (32, 2), (63, 2), (100, 4), (600, 7), (1100, 7)]
+)
 def test_plan_stays_within_its_bounds(batch, parts, schedule):
     """Symptom: 32-bit sums wrap, the kernel hangs or names more splits than B + T - 1."""
     rows = torch.full((parts, 8), -7, dtype=torch.int32)
