@@ -59,19 +59,35 @@ def forget_plans() -> None:
     _recent = None
 
 
-def plan_decode(args: Any) -> DecodePlan:
+def plan_decode(
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    rows: Tensor | None,
+    splits: Tensor | None,
+    softmax_scale: float,
+    head_dim_v: int,
+    causal: bool,
+    sink: Tensor | None,
+    descale_q: Tensor | None,
+    descale_k: Tensor | None,
+    backend: str,
+) -> DecodePlan:
     """Return the plan of ``mla_decode``'s arguments; raise what its check raises."""
     recent = _recent
-    if recent is not None and recent.fits is not None:
-        q, kv, table, lengths, rows, splits, _, head_dim_v, _, sink, for_q, for_k, backend = args
-        if (
-            recent.fits(q, kv, table, lengths, rows, splits)
-            and head_dim_v == recent.head_dim_v
-            and backend == recent.backend
-            and sink is for_q is for_k is None
-            and not (q.data_ptr() | kv.data_ptr()) & 15
-        ):
-            return recent.plan
+    if (
+        recent is not None
+        and recent.fits is not None
+        and recent.fits(q, kv, table, lengths, rows, splits)
+        and head_dim_v == recent.head_dim_v
+        and backend == recent.backend
+        and sink is descale_q is descale_k is None
+        and not (q.data_ptr() | kv.data_ptr()) % 16
+    ):
+        return recent.plan
+    args: Any = (q, kv, table, lengths, rows, splits, softmax_scale, head_dim_v, causal, sink)
+    args = (*args, descale_q, descale_k, backend)
     key = _layout(*args)
     plan = _plans.get(key)
     if plan is None:

@@ -131,14 +131,42 @@ def _out_fake(*args: Any) -> None:
     check_outputs(*args, traced=True)
 
 
-def _dispatch(*args: Any) -> tuple[Tensor, Tensor]:
-    plan = plan_decode(args)
-    if plan.returns:
-        if args[4] is None or CHECK_METADATA:
-            args = _scheduled(plan, args)
-        result: tuple[Tensor, Tensor] = plan.launch(*args[:7], args[8], args[9])
+def _dispatch(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    rows: Tensor | None,
+    splits: Tensor | None,
+    softmax_scale: float,
+    head_dim_v: int,
+    causal: bool,
+    attn_sink: Tensor | None,
+    descale_q: Tensor | None,
+    descale_k: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    # Arguments by name, in one go: tuples and slices of them take as long as the checks.
+    # fmt: off
+    plan = plan_decode(
+        q, kv_cache, block_table, cache_seqlens, rows, splits, softmax_scale, head_dim_v, causal,
+        attn_sink, descale_q, descale_k, backend,
+    )
+    result: tuple[Tensor, Tensor]
+    if plan.returns and rows is not None and not CHECK_METADATA:
+        result = plan.launch(
+            q, kv_cache, block_table, cache_seqlens, rows, splits, softmax_scale, causal,
+            attn_sink,
+        )
         return result
-    out, lse = _empty_output(args[0], args[7])
+    # fmt: on
+    args: Any = (q, kv_cache, block_table, cache_seqlens, rows, splits, softmax_scale, head_dim_v)
+    args = (*args, causal, attn_sink, descale_q, descale_k, backend)
+    if plan.returns:
+        args = _scheduled(plan, args)
+        result = plan.launch(*args[:7], causal, attn_sink)
+        return result
+    out, lse = _empty_output(q, head_dim_v)
     _launch(plan, args, out, lse)
     return out, lse
 

@@ -144,9 +144,9 @@ def test_plans_are_per_layout_and_bounded(monkeypatch):
 def test_an_equal_layout_reuses_the_plan():
     first, second = make_decode_inputs((0, 1, 65)), make_decode_inputs((0, 2, 66), seed=1)
     arguments = (None, None, 0.1, 512, True, None, None, None, "auto")
-    plan = plan_decode((*first[:4], *arguments))
-    assert plan_decode((*second[:4], *arguments)) is plan
-    assert plan_decode((*first[:4], *arguments[:-1], "reference")) is not plan
+    plan = plan_decode(*first[:4], *arguments)
+    assert plan_decode(*second[:4], *arguments) is plan
+    assert plan_decode(*first[:4], *arguments[:-1], "reference") is not plan
 
 
 def test_the_address_of_a_cache_is_part_of_its_layout():
@@ -155,11 +155,9 @@ def test_the_address_of_a_cache_is_part_of_its_layout():
     memory = torch.zeros(inputs.kv_cache.numel() + 8, dtype=inputs.kv_cache.dtype)
     plans = [
         plan_decode(
-            (
-                *(inputs.q, memory[at : at + inputs.kv_cache.numel()].view_as(inputs.kv_cache)),
-                *(inputs.block_table, inputs.cache_seqlens, None, None, 0.1, 512, True),
-                *(None, None, None, "auto"),
-            )
+            *(inputs.q, memory[at : at + inputs.kv_cache.numel()].view_as(inputs.kv_cache)),
+            *(inputs.block_table, inputs.cache_seqlens, None, None, 0.1, 512, True),
+            *(None, None, None, "auto"),
         )
         for at in (0, 3, 8)
     ]
@@ -198,19 +196,19 @@ def test_a_layout_met_again_and_again_is_told_from_every_other():
             forget_plans()
             for position, others in changes.items():
                 for other in others:
-                    plans = [plan_decode(tuple(arguments)) for _ in range(4)]
+                    plans = [plan_decode(*arguments) for _ in range(4)]
                     assert all(plan is plans[0] for plan in plans)
                     assert _decode_plan._recent.fits is not None
                     changed = [*arguments]
                     changed[position] = other
-                    assert plan_decode(tuple(changed)) is not plans[0]
+                    assert plan_decode(*changed) is not plans[0]
             for position, other in refused.items():
                 for _ in range(4):
-                    plan_decode(tuple(arguments))
+                    plan_decode(*arguments)
                 changed = [*arguments]
                 changed[position] = other
                 with pytest.raises((ValueError, TypeError, NotImplementedError)):
-                    plan_decode(tuple(changed))
+                    plan_decode(*changed)
 
 
 def test_plans_need_no_private_name_of_torch(monkeypatch):
@@ -218,5 +216,5 @@ def test_plans_need_no_private_name_of_torch(monkeypatch):
     inputs = make_decode_inputs((0, 1, 65))
     arguments = (*inputs[:4], None, None, 0.1, 512, True, None, None, None, "auto")
     forget_plans()
-    plans = [plan_decode(arguments) for _ in range(4)]
+    plans = [plan_decode(*arguments) for _ in range(4)]
     assert all(plan is plans[0] for plan in plans)
