@@ -46,13 +46,25 @@ class DecodeConfig(NamedTuple):
 
 
 def decode_config(
-    batch_size: int, num_rows: int, multiprocessors: int = 132, page_size: int = 64
+    batch_size: int,
+    num_rows: int,
+    multiprocessors: int = 132,
+    *,
+    page_size: int = 64,
+    capacity: int = 2**13,
 ) -> DecodeConfig:
-    """Choose the kernels of a call of ``num_rows`` = S * H query rows a sequence.
+    """Choose the kernels of a call.
+
+    Args:
+        batch_size: B.
+        num_rows: query rows of a sequence, S * H.
+        multiprocessors: SMs of the device.
+        page_size: P.
+        capacity: tokens a row of the block table has room for, M * P.
 
     Source: variants timed on an H200, scripts/bench_decode.py.
     """
-    row_tile = _row_tile(batch_size, num_rows)
+    row_tile = _row_tile(batch_size, num_rows, capacity)
     groups = ceil_div(num_rows, row_tile)
     workers = max(multiprocessors // groups, 1)
     parts = workers // batch_size
@@ -67,18 +79,20 @@ def decode_config(
     else:
         splits = 2 * row_tile if parts > 8 else row_tile
     bucket = next(size for size in _BATCH_BUCKETS if batch_size <= size)
-    # Four warps hold 32 rows, but neither the places of many small pages nor a long plan beside.
-    crowded = page_size < TILE_TOKENS or bucket > 1024
+    # Four warps hold 32 rows, but neither the places of many small pages nor a long plan beside;
+    # and eight are done sooner with up to three tiles (11 % at one).
+    few = batch_size * ceil_div(capacity, TILE_TOKENS) <= 3 * workers
+    wide = page_size < TILE_TOKENS or bucket > 1024 or few
     return DecodeConfig(
         *(row_tile, groups, bucket, workers),
-        decode_warps=8 if row_tile == 64 or (row_tile == 32 and crowded) else 4,
+        decode_warps=8 if row_tile == 64 or (row_tile == 32 and wide) else 4,
         combine_warps=2 if blocks * row_tile <= _FEW_ROWS and row_tile < 64 else 4,
         combine_splits=splits,
         many_parts=workers > 8 and blocks <= 32,
     )
 
 
-def _row_tile(batch_size: int, num_rows: int) -> int:
+def _row_tile(batch_size: int, num_rows: int, capacity: int) -> int:
     """Choose the rows of a block.
 
     The smaller they are, the fewer parts a sequence is split into, which have to be merged; the
@@ -89,7 +103,9 @@ def _row_tile(batch_size: int, num_rows: int) -> int:
     if num_rows <= 32:
         return 16 if batch_size <= 2 else 32
     if num_rows <= 64:
-        return 16 if batch_size == 1 else 32 if batch_size <= 8 else 64
+        if batch_size == 1 or (batch_size == 2 and capacity <= 2**12):
+            return 16
+        return 32 if batch_size == 2 or (batch_size <= 8 and capacity <= 2**13) else 64
     return 32 if batch_size <= 2 and num_rows <= 128 else 64
 
 
@@ -141,8 +157,10 @@ def _launch(
     pages, page_size, _, _ = kv_cache.shape
     page_rows = page_size if pages == 1 else kv_cache.stride(0) // kv_cache.stride(1)
     rows = seqlen_q * heads
-    config = decode_config(batch, rows, streaming_multiprocessors(q.device), page_size)
     capacity = block_table.shape[1] * page_size
+    config = decode_config(
+        *(batch, rows, streaming_multiprocessors(q.device)), page_size=page_size, capacity=capacity
+    )
     # Bounded by shapes alone: one block an SM, and no more than the table has tiles.
     workers = min(config.workers, batch * max(ceil_div(capacity, TILE_TOKENS), 1))
     part_out, part_lse = _partials(q, config, workers)

@@ -68,7 +68,8 @@ CASES = [
     {"heads": 128, "seqlen_q": 8, "sink": True},
     {"batch": 16, "heads": 64, "sink": True},
     {"batch": 2, "heads": 128, "sink": True, "causal": True, "seqlen_q": 1},
-    {"batch": 8, "heads": 64},
+    {"batch": 8, "heads": 64, "pages": 128},
+    {"batch": 4, "heads": 32, "pages": 8},
     {"heads": 128, "causal": True, "sink": True, "seqlen_q": 1, "page_size": 16},
     {"batch": 4, "seqlen_q": 2, "causal": True, "sink": True, "page_size": 32},
     {"seqlen_q": 2, "causal": True},
@@ -84,7 +85,7 @@ CASES = [
 )
 def test_compiles_without_spills(kernels, case):
     options = {
-        **{"batch": 1, "heads": 16, "seqlen_q": 1, "page_size": 64, "rope": 64},
+        **{"batch": 1, "heads": 16, "seqlen_q": 1, "page_size": 64, "rope": 64, "pages": 200},
         **{"dtype": torch.bfloat16, "causal": False, "sink": False, "out_stride": 1, **case},
     }
     batch, seqlen_q, heads = options["batch"], options["seqlen_q"], options["heads"]
@@ -93,7 +94,7 @@ def test_compiles_without_spills(kernels, case):
     decode.mla_decode_out(
         q,
         q.new_empty(2, options["page_size"], 1, head_dim),
-        torch.empty(batch, 200, dtype=torch.int32),
+        torch.empty(batch, options["pages"], dtype=torch.int32),
         torch.empty(batch, dtype=torch.int32),
         None,
         None,
@@ -110,7 +111,10 @@ def test_compiles_without_spills(kernels, case):
     assert combine_stats.spills == 0
     assert stats.registers <= 255
     assert stats.shared <= MAX_SHARED
-    config = decode.decode_config(batch, seqlen_q * heads, page_size=options["page_size"])
+    capacity = options["pages"] * options["page_size"]
+    config = decode.decode_config(
+        *(batch, seqlen_q * heads), page_size=options["page_size"], capacity=capacity
+    )
     if config.decode_warps == 4:
         # The combine kernel starts beside the decode kernel: both must fit into one SM.
         assert (stats.registers + combine_stats.registers) * 4 * 32 <= 65536
