@@ -213,11 +213,11 @@ class MetadataPerLayer(nn.Module):
         found = []
         for _ in range(2):
             metadata = mla_ops.mla_metadata(lengths, num_heads_q=16)  # MARK metadata
-            found.append(metadata.num_splits + 0)
+            found.append(metadata.num_splits + 1)
         return found
 
 
 class MetadataOnce(nn.Module):
     def forward(self, lengths):
         metadata = mla_ops.mla_metadata(lengths, num_heads_q=16)
-        return [metadata.num_splits + 0 for _ in range(2)]
+        return [metadata.num_splits + 1 for _ in range(2)]
