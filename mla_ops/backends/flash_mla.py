@@ -162,8 +162,7 @@ def prepare_decode(
         attn_sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         # fmt: off
-        device = q.get_device()
-        if device >= 0 and device != current_device():
+        if (device := q.get_device()) >= 0 and device != current_device():
             return mla_decode(
                 q, kv_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits,
                 softmax_scale, causal, attn_sink,

@@ -110,7 +110,7 @@ def compare_us(
     """Return the median us of a launch of each side, and check each, as ``replay_us`` does.
 
     Replays alternate: a GPU that draws all the power it may lowers its clocks, and whoever were
-    timed last would seem slower (by 10 % at the largest shapes of ``bench_decode --sweep``).
+    timed last would seem slower.
     """
     captured = [capture(launches) for launches in sides]
     for (graph, kept), check in zip(captured, checks or [None] * len(sides), strict=True):

@@ -39,7 +39,8 @@ def warmup(
     Args:
         num_heads_q: H on this rank.
         batch_sizes: every B that will be captured, padding included.
-        max_seq_len: tokens the block tables have room for; "auto" chooses by it.
+        max_seq_len: tokens the block tables have room for; "auto" chooses by it, and so do
+            backends among their variants: tables of another width may compile again.
         seqlen_q: S.
         latent_dim: V.
         rope_dim: D - V.

@@ -152,22 +152,19 @@ def _dispatch(
         q, kv_cache, block_table, cache_seqlens, rows, splits, softmax_scale, head_dim_v, causal,
         attn_sink, descale_q, descale_k, backend,
     )
-    result: tuple[Tensor, Tensor]
-    if plan.returns and rows is not None and not CHECK_METADATA:
-        result = plan.launch(
+    if plan.returns:
+        if rows is None or CHECK_METADATA:
+            given = (q, kv_cache, block_table, cache_seqlens, rows, splits)
+            *_, cache_seqlens, rows, splits = _scheduled(plan, given)
+        result: tuple[Tensor, Tensor] = plan.launch(
             q, kv_cache, block_table, cache_seqlens, rows, splits, softmax_scale, causal,
             attn_sink,
         )
         return result
     # fmt: on
-    args: Any = (q, kv_cache, block_table, cache_seqlens, rows, splits, softmax_scale, head_dim_v)
-    args = (*args, causal, attn_sink, descale_q, descale_k, backend)
-    if plan.returns:
-        args = _scheduled(plan, args)
-        result = plan.launch(*args[:7], causal, attn_sink)
-        return result
     out, lse = _empty_output(q, head_dim_v)
-    _launch(plan, args, out, lse)
+    args = (q, kv_cache, block_table, cache_seqlens, rows, splits, softmax_scale, head_dim_v)
+    _launch(plan, (*args, causal, attn_sink), out, lse)
     return out, lse
 
 

@@ -50,8 +50,8 @@ def decode_config(
     num_rows: int,
     multiprocessors: int = 132,
     *,
-    page_size: int = 64,
-    capacity: int = 2**13,
+    page_size: int,
+    capacity: int,
 ) -> DecodeConfig:
     """Choose the kernels of a call.
 
@@ -80,7 +80,7 @@ def decode_config(
         splits = 2 * row_tile if parts > 8 else row_tile
     bucket = next(size for size in _BATCH_BUCKETS if batch_size <= size)
     # Four warps hold 32 rows, but neither the places of many small pages nor a long plan beside;
-    # and eight are done sooner with up to three tiles (11 % at one).
+    # and eight are done sooner with up to three tiles a block.
     few = batch_size * ceil_div(capacity, TILE_TOKENS) <= 3 * workers
     wide = page_size < TILE_TOKENS or bucket > 1024 or few
     return DecodeConfig(

@@ -97,7 +97,7 @@ def choose_combine(row_groups: int, block_h: int, tokens: int, latent: int) -> C
         combine = Combine(64, 32, 128, 1) if tokens <= 4096 else Combine(64, 128, 128, 2)
     elif row_groups <= 8 and block_h == 64:
         # Two row groups are split into up to 66 parts each: most of them at once.
-        combine = Combine(64, 64 if row_groups <= 2 and tokens > 2048 else 32, 512, 1)
+        combine = Combine(64, 64 if row_groups == 2 and tokens > 2048 else 32, 512, 1)
     elif row_groups <= 32:
         combine = Combine(128, 32, 128, 1)
     elif block_h == 16:

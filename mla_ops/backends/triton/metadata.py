@@ -48,6 +48,7 @@ _ROWS = 16 if INTERPRETED else 1
 _LARGEST_WITH_RUNS = 1024
 
 
+# Longer than 50 lines: what the walk carries stays in registers only inside one function.
 @triton.jit(do_not_specialize=["batch", "parts", "topk"])
 def _mla_metadata_kernel(
     lengths_ptr,

@@ -1,4 +1,4 @@
-"""Every kernel the launcher chooses compiles for Hopper without spills: no GPU needed."""
+"""Every kernel the launcher chooses compiles for Hopper, without spills in its loop: no GPU."""
 
 import re
 
@@ -105,16 +105,18 @@ def test_compiles_without_spills(kernels, case):
         attn_sink=torch.empty(heads) if options["sink"] else None,
     )
     (grid, stats), (combine_grid, combine_stats) = (kernel.launches[0] for kernel in kernels)
-    # The addresses of 64 strided rows, which are needed before and after the loop over tiles.
-    strided = options["out_stride"] > 1 and stats.shared > 200 * 1024
-    assert stats.spills <= (6 if strided else 0)
-    assert combine_stats.spills == 0
-    assert stats.registers <= 255
-    assert stats.shared <= MAX_SHARED
     capacity = options["pages"] * options["page_size"]
     config = decode.decode_config(
         *(batch, seqlen_q * heads), page_size=options["page_size"], capacity=capacity
     )
+    # 64 rows of strided outputs keep a few words in memory, outside the loop over tiles.
+    assert stats.spills <= (6 if config.row_tile == 64 and options["out_stride"] > 1 else 0)
+    words = re.findall(r"HGMMA|LDL|STL", stats.sass)
+    products = [index for index, word in enumerate(words) if word == "HGMMA"]
+    assert len(products) == products[-1] - products[0] + 1
+    assert combine_stats.spills == 0
+    assert stats.registers <= 255
+    assert stats.shared <= MAX_SHARED
     if config.decode_warps == 4:
         # The combine kernel starts beside the decode kernel: both must fit into one SM.
         assert (stats.registers + combine_stats.registers) * 4 * 32 <= 65536
