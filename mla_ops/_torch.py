@@ -16,6 +16,7 @@ import torch
 
 __all__ = [
     "below_autograd",
+    "bound_call",
     "current_device",
     "functional_base",
     "functionalization_mode",
@@ -41,6 +42,12 @@ _BelowAutograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
 def below_autograd() -> AbstractContextManager[Any]:
     """Enter the dispatch keys below autograd (a no-op context when torch lost the guard)."""
     return contextlib.nullcontext() if _BelowAutograd is None else _BelowAutograd()
+
+
+def bound_call(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calling an operator calls, or ``op`` itself; a Python frame less a call."""
+    call: Callable[..., Any] = getattr(op, "_op", op)
+    return call
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:

@@ -25,7 +25,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mla_ops._torch import current_device, on_device_of, streaming_multiprocessors
+from mla_ops._torch import bound_call, current_device, on_device_of, streaming_multiprocessors
 from mla_ops.backends.flash_mla_api import find_flash_mla
 from mla_ops.shapes import DecodeShape, lse_strides, num_sm_parts
 
@@ -147,8 +147,9 @@ def prepare_decode(
         return mla_decode
     if tile_scheduler_metadata is not None:
         _check_rows(q, tile_scheduler_metadata)
-    decode, extra = api.decode, api.extra
+    decode, extra = bound_call(api.decode), api.extra
     strides = lse_strides(q.shape[1], q.shape[2])
+    several = torch.cuda.device_count() > 1
 
     def direct(
         q: Tensor,
@@ -162,7 +163,7 @@ def prepare_decode(
         attn_sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         # fmt: off
-        if (device := q.get_device()) >= 0 and device != current_device():
+        if several and q.get_device() != current_device():
             return mla_decode(
                 q, kv_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits,
                 softmax_scale, causal, attn_sink,

@@ -9,7 +9,8 @@ C++. What depends on addresses, whether outputs overlap inputs, is compared on e
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -24,7 +25,8 @@ __all__ = ["DecodePlan", "forget_plans", "plan_decode", "plan_decode_out"]
 _MOST_PLANS = 4096
 
 
-class DecodePlan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
     """A checked layout: what runs, and how many bytes of memory each tensor spans."""
 
     backend: str
@@ -39,55 +41,42 @@ class DecodePlan(NamedTuple):
     spans: tuple[int, ...]
 
 
-class _Recent(NamedTuple):
-    """The plan of the last calls, without sink and scales, of an aligned q and cache."""
+# Slots, here and above: an eager call reads an attribute of a NamedTuple eight times slower.
+@dataclass(frozen=True, slots=True)
+class RecentPlan:
+    """The plan of the last calls, without sink and scales, of an aligned q and cache.
 
-    plan: DecodePlan
-    fits: Callable[..., bool] | None
+    ``fits`` takes the first six arguments of a call; it answers False until a layout was met
+    often enough to pay for a guard.
+    """
+
+    fits: Callable[..., bool]
     head_dim_v: int
     backend: str
+    plan: DecodePlan
+
+
+def _never(*args: Any) -> bool:
+    return False
 
 
 _plans: dict[Any, DecodePlan] = {}
-_recent: _Recent | None = None
+_NO_PLAN: Any = None
+recent = RecentPlan(_never, 0, "", _NO_PLAN)
 
 
 def forget_plans() -> None:
     """Forget every plan, as after a change of what is installed or chosen (tests do that)."""
-    global _recent
+    global recent
     _plans.clear()
-    _recent = None
+    recent = RecentPlan(_never, 0, "", _NO_PLAN)
 
 
-def plan_decode(
-    q: Tensor,
-    kv: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    rows: Tensor | None,
-    splits: Tensor | None,
-    softmax_scale: float,
-    head_dim_v: int,
-    causal: bool,
-    sink: Tensor | None,
-    descale_q: Tensor | None,
-    descale_k: Tensor | None,
-    backend: str,
-) -> DecodePlan:
-    """Return the plan of ``mla_decode``'s arguments; raise what its check raises."""
-    recent = _recent
-    if (
-        recent is not None
-        and recent.fits is not None
-        and recent.fits(q, kv, table, lengths, rows, splits)
-        and head_dim_v == recent.head_dim_v
-        and backend == recent.backend
-        and sink is descale_q is descale_k is None
-        and not (q.data_ptr() | kv.data_ptr()) % 16
-    ):
-        return recent.plan
-    args: Any = (q, kv, table, lengths, rows, splits, softmax_scale, head_dim_v, causal, sink)
-    args = (*args, descale_q, descale_k, backend)
+def plan_decode(args: Any) -> DecodePlan:
+    """Return the plan of ``mla_decode``'s arguments; raise what its check raises.
+
+    Callers look at ``recent`` first: to ask it here would cost another call.
+    """
     key = _layout(*args)
     plan = _plans.get(key)
     if plan is None:
@@ -98,13 +87,13 @@ def plan_decode(
 
 def _note(plan: DecodePlan, args: Any) -> None:
     """Remember a plan as recent; pay for its guard the second time in a row only."""
-    global _recent
+    global recent
     fits = None
-    if _recent is not None and _recent.plan is plan and _recent.fits is None:
+    if recent.plan is plan and recent.fits is _never:
         special = any(argument is not None for argument in args[9:12])
         if not special and not (args[0].data_ptr() | args[1].data_ptr()) % 16:
             fits = layout_guard(args[:6])
-    _recent = _Recent(plan, fits, args[7], args[12])
+    recent = RecentPlan(fits or _never, args[7], args[12], plan)
 
 
 def plan_decode_out(args: Any) -> DecodePlan:

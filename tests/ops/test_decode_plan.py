@@ -1,10 +1,12 @@
 """Plans are remembered by layout: no refusal may get lost on the second call."""
 
+import contextlib
+
 import pytest
 import torch
 
 import mla_ops
-from mla_ops.ops import _decode_plan
+from mla_ops.ops import _decode_plan, decode
 from mla_ops.ops._decode_plan import forget_plans, plan_decode
 from mla_ops.ops._selection import reasons_against
 from mla_ops.testing.inputs import make_decode_inputs
@@ -144,9 +146,9 @@ def test_plans_are_per_layout_and_bounded(monkeypatch):
 def test_an_equal_layout_reuses_the_plan():
     first, second = make_decode_inputs((0, 1, 65)), make_decode_inputs((0, 2, 66), seed=1)
     arguments = (None, None, 0.1, 512, True, None, None, None, "auto")
-    plan = plan_decode(*first[:4], *arguments)
-    assert plan_decode(*second[:4], *arguments) is plan
-    assert plan_decode(*first[:4], *arguments[:-1], "reference") is not plan
+    plan = plan_decode((*first[:4], *arguments))
+    assert plan_decode((*second[:4], *arguments)) is plan
+    assert plan_decode((*first[:4], *arguments[:-1], "reference")) is not plan
 
 
 def test_the_address_of_a_cache_is_part_of_its_layout():
@@ -155,9 +157,11 @@ def test_the_address_of_a_cache_is_part_of_its_layout():
     memory = torch.zeros(inputs.kv_cache.numel() + 8, dtype=inputs.kv_cache.dtype)
     plans = [
         plan_decode(
-            *(inputs.q, memory[at : at + inputs.kv_cache.numel()].view_as(inputs.kv_cache)),
-            *(inputs.block_table, inputs.cache_seqlens, None, None, 0.1, 512, True),
-            *(None, None, None, "auto"),
+            (
+                *(inputs.q, memory[at : at + inputs.kv_cache.numel()].view_as(inputs.kv_cache)),
+                *(inputs.block_table, inputs.cache_seqlens, None, None, 0.1, 512, True),
+                *(None, None, None, "auto"),
+            )
         )
         for at in (0, 3, 8)
     ]
@@ -168,47 +172,51 @@ def test_the_address_of_a_cache_is_part_of_its_layout():
         assert any("multiple of 16 bytes" in reason for reason in reasons) == refused
 
 
-def test_a_layout_met_again_and_again_is_told_from_every_other():
+def test_a_layout_met_again_and_again_is_told_from_every_other(monkeypatch):
     """The fourth call in a row takes the short cut; nothing that differs may take it, too."""
+    planned = []
+    plan = decode.plan_decode
+    monkeypatch.setattr(decode, "plan_decode", lambda args: planned.append(args) or plan(args))
     inputs = make_decode_inputs((0, 1, 65))
     metadata = mla_ops.mla_metadata(inputs.cache_seqlens, num_heads_q=16)
     arguments = [*inputs[:4], *metadata, 0.1, 512, True, None, None, None, "auto"]
     memory = torch.zeros(inputs.kv_cache.numel() + 3, dtype=inputs.kv_cache.dtype)
-    sink = torch.zeros(16)
-    changes = {
-        0: [inputs.q[:, :, :8], inputs.q.transpose(0, 1).contiguous().transpose(0, 1)[:, :1, :9]],
-        1: [inputs.kv_cache[:-1], memory[3:].view(inputs.kv_cache.shape)],
-        2: [inputs.block_table[:, :1]],
-        4: [metadata.tile_scheduler_metadata[:8]],
-        9: [sink],
-        12: ["reference"],
-    }
-    refused = {
-        0: inputs.q.half(),
-        2: inputs.block_table.long(),
-        3: inputs.cache_seqlens.long(),
-        5: metadata.num_splits[:-1],
-        7: 500,
-        10: torch.ones(1),
-    }
+    changes = [
+        (0, inputs.q[:, :, :8]),
+        (0, inputs.q.transpose(0, 1).contiguous().transpose(0, 1)[:, :1, :9]),
+        (1, inputs.kv_cache[:-1]),
+        (1, memory[3:].view(inputs.kv_cache.shape)),
+        (2, inputs.block_table[:, :1]),
+        (4, metadata.tile_scheduler_metadata[:8]),
+        (9, torch.zeros(16)),
+        (12, "reference"),
+    ]
+    refused = [
+        (0, inputs.q.half()),
+        (2, inputs.block_table.long()),
+        (3, inputs.cache_seqlens.long()),
+        (5, metadata.num_splits[:-1]),
+        (7, 500),
+        (10, torch.ones(1)),
+    ]
+    operator = torch.ops.mla_ops.mla_decode.default
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             forget_plans()
-            for position, others in changes.items():
-                for other in others:
-                    plans = [plan_decode(*arguments) for _ in range(4)]
-                    assert all(plan is plans[0] for plan in plans)
-                    assert _decode_plan._recent.fits is not None
-                    changed = [*arguments]
-                    changed[position] = other
-                    assert plan_decode(*changed) is not plans[0]
-            for position, other in refused.items():
+            for number, (position, other) in enumerate(changes + refused):
                 for _ in range(4):
-                    plan_decode(*arguments)
+                    operator(*arguments)
+                planned.clear()
+                operator(*arguments)
+                assert not planned
                 changed = [*arguments]
                 changed[position] = other
-                with pytest.raises((ValueError, TypeError, NotImplementedError)):
-                    plan_decode(*changed)
+                with contextlib.ExitStack() as stack:
+                    if number >= len(changes):
+                        errors = (ValueError, TypeError, NotImplementedError)
+                        stack.enter_context(pytest.raises(errors))
+                    operator(*changed)
+                assert planned
 
 
 def test_plans_need_no_private_name_of_torch(monkeypatch):
@@ -216,5 +224,5 @@ def test_plans_need_no_private_name_of_torch(monkeypatch):
     inputs = make_decode_inputs((0, 1, 65))
     arguments = (*inputs[:4], None, None, 0.1, 512, True, None, None, None, "auto")
     forget_plans()
-    plans = [plan_decode(*arguments) for _ in range(4)]
+    plans = [plan_decode(arguments) for _ in range(4)]
     assert all(plan is plans[0] for plan in plans)

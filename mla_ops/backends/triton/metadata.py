@@ -3,10 +3,11 @@
 The requests lie on a line, request r at P[r] and blocks[r] + overhead long. With a quota of q
 blocks, a part that begins at X ends at X + q, unless a request boundary lies at most ``overhead``
 behind that: then it ends there. So part p begins at p * q + shift, and only a boundary whose
-distance to that grid is 1..overhead moves the grid. The walk jumps from one such boundary to the
+distance to that grid is 1..overhead moves the grid, a snap. The walk jumps from one snap to the
 next, one minimum over all requests each; most batches have a few, none has more than
 min(B, T). Where requests are about as long as whole parts, as in a batch of equal lengths, each
-moves the grid: such runs are one step. Every program walks the whole line and writes a few rows
+moves the grid: such runs are one step. Where a part has few blocks nearly every one ends in a
+snap: then all of them are found at once (metadata_hops.py). Every program walks the whole line and writes a few rows
 and requests of its own.
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from mla_ops._torch import on_device_of
 from mla_ops.backends.triton.launch import INTERPRETED
+from mla_ops.backends.triton.metadata_hops import hops_of, walk
 from mla_ops.backends.triton.metadata_line import (
     DISTANCES,
     NONE,
@@ -46,6 +48,9 @@ _MOST_BLOCKS = tl.constexpr(2**26)
 _ROWS = 16 if INTERPRETED else 1
 # Runs, and the short cut for equal requests, cost four more registers a request.
 _LARGEST_WITH_RUNS = 1024
+# Below a quota of sqrt(_CROWDED * batch) all snaps at once are found sooner than one by one.
+# Source: variants timed on an H200, lengths of scripts/bench_metadata.py and up to 1500.
+_CROWDED = tl.constexpr(4)
 
 
 # Longer than 50 lines: what the walk carries stays in registers only inside one function.
@@ -64,6 +69,7 @@ def _mla_metadata_kernel(
     ROWS: tl.constexpr,
     REQUESTS: tl.constexpr,
     LINKS: tl.constexpr,
+    HOPS: tl.constexpr,
 ):
     tl.static_assert(OVERHEAD < DISTANCES)
     pid = tl.program_id(0)
@@ -126,6 +132,19 @@ def _mla_metadata_kernel(
         own_moved = (request + 1) // every * shift
         rest = remainder(ends - moved, grid, reciprocal)
         snap = total * 0 + NONE
+    if HOPS > 0:
+        # OVERHEAD of quota boundaries snap: many, and each of them soon after another.
+        if (snap != NONE) & (quota * quota < _CROWDED * batch):
+            residue = remainder(ends - cost, grid, reciprocal).to(tl.int32)
+            hops = hops_of(residue, quota, index, batch, OVERHEAD, BLOCK)
+            moved = walk(hops, tl.minimum(index + 1, batch - 1), BLOCK, HOPS) // BLOCK
+            rest = remainder(ends - moved, grid, reciprocal)
+            # Behind the last request no part begins, but the grid moves to its end.
+            closes = (index >= batch - 1) & ((rest - 1) < OVERHEAD)
+            moved += tl.where(closes, rest.to(tl.int32), 0)
+            rest = tl.where(closes, 0, rest)
+            own_moved = tl.gather(moved, tl.minimum(request, BLOCK - 1), 0)
+            snap = total * 0 + NONE
     while snap != NONE:
         position = snap // (DISTANCES * LINKS)
         distance = snap // LINKS % DISTANCES
@@ -226,6 +245,7 @@ def mla_metadata_out(
             ROWS=_ROWS,
             REQUESTS=requests,
             LINKS=2 if block <= _LARGEST_WITH_RUNS else 1,
-            # One warp reduces without a barrier.
-            num_warps=1 if block <= 256 else max(4, min(block // 512, 16)),
+            HOPS=block.bit_length() - 1 if block <= _LARGEST_WITH_RUNS else 0,
+            # One warp reduces without a barrier; several need fewer steps for all snaps at once.
+            num_warps=1 if block < 128 else 4 if block < 512 else min(max(block // 512, 8), 16),
         )

@@ -77,6 +77,17 @@ def test_equals_the_serial_walk(seed):
         check(draw(rng), rng.choice(PARTS), schedule, rng.choice([5, 5, 3]))
 
 
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(("batch", "parts"), [(33, 132), (100, 66), (128, 132), (300, 132)])
+def test_many_short_requests(batch, parts):
+    """Nearly every part ends at a request of its own distance: the walk goes by doubling."""
+    rng = random.Random(batch)
+    for longest in (64, 200, 600):
+        lengths = [rng.randint(0, longest) for _ in range(batch)]
+        check(lengths, parts)
+        check([*lengths[:-1], 5000], parts, "balanced", overhead=3)
+
+
 @pytest.mark.parametrize("batch", [1, 33, 128, 511, 600])
 def test_every_program_writes_its_own_rows(batch):
     rng = random.Random(batch)
