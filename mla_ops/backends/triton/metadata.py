@@ -7,8 +7,8 @@ distance to that grid is 1..overhead moves the grid, a snap. The walk jumps from
 next, one minimum over all requests each; most batches have a few, none has more than
 min(B, T). Where requests are about as long as whole parts, as in a batch of equal lengths, each
 moves the grid: such runs are one step. Where a part has few blocks nearly every one ends in a
-snap: then all of them are found at once (metadata_hops.py). Every program walks the whole line and writes a few rows
-and requests of its own.
+snap: then all of them are found at once (metadata_hops.py). Every program walks the whole line
+and writes a few rows and requests of its own.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _mla_metadata_kernel(
         own_moved = (request + 1) // every * shift
         rest = remainder(ends - moved, grid, reciprocal)
         snap = total * 0 + NONE
-    if HOPS > 0:
+    if HOPS > 0:  # noqa: SIM102 (decided when the kernel is compiled)
         # OVERHEAD of quota boundaries snap: many, and each of them soon after another.
         if (snap != NONE) & (quota * quota < _CROWDED * batch):
             residue = remainder(ends - cost, grid, reciprocal).to(tl.int32)

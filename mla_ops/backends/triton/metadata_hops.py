@@ -23,6 +23,8 @@ def hops_of(residue, quota, index, batch, OVERHEAD: tl.constexpr, BLOCK: tl.cons
         quota: blocks of a part, at most 255: residues are packed as bytes.
         index: 0, 1, ... BLOCK - 1.
         batch: requests; beyond them nothing is read.
+        OVERHEAD: how far behind the grid a boundary moves it.
+        BLOCK: requests of the kernel, a power of 2.
     """
     # Four requests to a word, or each of them costs a pass through shared memory.
     pair = residue | (tl.gather(residue, tl.minimum(index + 1, BLOCK - 1), 0) << 8)
@@ -51,6 +53,7 @@ def walk(hops, limit, BLOCK: tl.constexpr, LEVEL: tl.constexpr):
     Args:
         hops: a request some hops on from each, and how far the grid has moved in between.
         limit: where to stop, any number of requests.
+        BLOCK: requests of the kernel, a power of 2.
         LEVEL: doublings left to reach the end from anywhere.
 
     Returns:
