@@ -15,12 +15,6 @@ from mla_ops.backends.gluon.tile_kernels import V
 
 
 @gluon.jit
-def _slot(index, first, first_slot, rg, RG: gl.constexpr, SLOTS: gl.constexpr):
-    """Return the partial slot of a sequence's part ``index``; only part 0 may be a second one."""
-    return ((first + index) * RG + rg) * SLOTS + gl.where(index == 0, first_slot, 0)
-
-
-@gluon.jit
 def _combine_units(
     part_out_ptr,
     part_lse_ptr,
@@ -58,40 +52,57 @@ def _combine_units(
     part_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))  # [E]
     plane: gl.constexpr = gl.SliceLayout(0, layout)  # [W, 8]
     plane_row: gl.constexpr = gl.SliceLayout(0, plane)
-    # The weights are computed once, each by one thread, and spread through shared memory.
-    stat: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [NW, 1], [1, 0])  # [E, 8]
+    # Every warp computes all weights, so that no reduction crosses warps; shared memory brings
+    # them to the threads that need them.
+    stat: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [1, NW], [1, 0])  # [E, 8]
     stat_part: gl.constexpr = gl.SliceLayout(1, stat)
     stat_row: gl.constexpr = gl.SliceLayout(0, stat)
     UNITS: gl.constexpr = N // 8 * (V // W)
+    spread = gl.allocate_shared_memory(
+        gl.float32, [E, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
     for unit in range(rank, UNITS, SPLIT):
         # Units of the same rows follow one another.
         row_block = unit // (V // W)
-        v = unit % (V // W) * W + gl.arange(0, W, layout=gl.SliceLayout(1, plane))
+        column = unit % (V // W) * W
         lane = gl.arange(0, 8, layout=plane_row)
-        inside = row_block * (V * 8) + v[:, None] * 8 + lane[None, :]  # [W, 8]
+        v = gl.arange(0, W, layout=gl.SliceLayout(1, plane))
+        # Pointers first, then constant offsets: a load each, without arithmetic of its own.
+        base = ((first * RG + rg) * SLOTS).to(gl.int64) * N + row_block * 8
+        block_lse_ptr = part_lse_ptr + base
+        block_out_ptr = part_out_ptr + base * V + column * 8
         m = gl.full([8], -float("inf"), gl.float32, layout=stat_row)
         total = gl.zeros([8], gl.float32, layout=stat_row)
         acc = gl.zeros([W, 8], gl.float32, layout=plane)
+        # Only part 0 may lie in a worker's second slot.
+        second = first_slot
         for begin in range(0, parts, E):
-            index = begin + gl.arange(0, E, layout=part_layout)
-            slot = _slot(index, first, first_slot, rg, RG, SLOTS)
-            part_o = gl.load(
-                part_out_ptr + (slot * (N * V))[:, None, None] + inside[None, :, :],
-                mask=(index < parts)[:, None, None],
-                other=0.0,
-            )
-            index = begin + gl.arange(0, E, layout=stat_part)
-            slot = _slot(index, first, first_slot, rg, RG, SLOTS)
-            row = row_block * 8 + gl.arange(0, 8, layout=stat_row)
-            at = (slot * N)[:, None] + row[None, :]
-            held = (index < parts)[:, None]
-            part_lse = gl.load(part_lse_ptr + at, mask=held, other=-float("inf"))
+            index = gl.arange(0, E, layout=part_layout)
+            held = index < parts - begin
+            plane_ptr = block_out_ptr + (v[:, None] * 8 + lane[None, :])[None, :, :]
+            if SLOTS == 2:
+                plane_ptr += (gl.where(index == 0, second, 0) * (N * V))[:, None, None]
+            at = index * (RG * SLOTS * N * V)
+            part_o = gl.load(plane_ptr + at[:, None, None], mask=held[:, None, None], other=0.0)
+            index = gl.arange(0, E, layout=stat_part)
+            held = index < parts - begin
+            row_ptr = block_lse_ptr + gl.arange(0, 8, layout=stat_row)[None, :]
+            if SLOTS == 2:
+                row_ptr += (gl.where(index == 0, second, 0) * N)[:, None]
+            at = index * (RG * SLOTS * N)
+            part_lse = gl.load(row_ptr + at[:, None], mask=held[:, None], other=-float("inf"))
+            second = 0
+            block_out_ptr += E * RG * SLOTS * N * V
+            block_lse_ptr += E * RG * SLOTS * N
+            gl.thread_barrier()  # before the weights of the last pass are overwritten
             m_new = gl.maximum(m, gl.max(part_lse, 0))
             m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
             weight = gl.exp2(part_lse - m_safe[None, :])
             decay = gl.exp2(m - m_safe)
             total = total * decay + gl.sum(weight, 0)
-            weight = gl.convert_layout(weight, gl.SliceLayout(1, layout))
+            spread.store(weight)
+            gl.thread_barrier()
+            weight = spread.load(gl.SliceLayout(1, layout))
             decay = gl.convert_layout(decay, plane_row)
             part_o = part_o.to(gl.float32)
             acc = acc * decay[None, :] + gl.sum(part_o * weight[:, None, :], 0)
@@ -108,7 +119,7 @@ def _combine_units(
         row = rg * N + row_block * 8 + lane
         query = query_of(row, num_heads_q)
         out_at = query * out_stride_s + (row - query * num_heads_q) * out_stride_h
-        target = out_ptr + out_at[None, :] + (v * out_stride_v)[:, None]
+        target = out_ptr + out_at[None, :] + ((column + v) * out_stride_v)[:, None]
         result = (acc * factor[None, :]).to(out_ptr.dtype.element_ty)
         gl.store(target, result, mask=(row < num_rows)[None, :])
 

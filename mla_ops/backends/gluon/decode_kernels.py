@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mla_ops.backends.gluon.row_kernels import (
     OUTPUT_STRIDES,
     UNALIGNED,
+    load_q,
     stage_q,
     store_partial,
     store_result,
@@ -31,18 +32,20 @@ from mla_ops.backends.gluon.schedule_kernels import (
     query_of,
     tiles_of,
 )
+from mla_ops.backends.gluon.softmax_kernels import no_total, totals_of, weigh
 from mla_ops.backends.gluon.tile_kernels import (
     HALF,
     absent_bits,
+    fetch,
     fetch_left,
     fetch_right,
+    load_pages,
     next_tile,
     tile_rows,
     zero_rows,
 )
 
 STAGES = gl.constexpr(2)
-_BEYOND = gl.constexpr(2**30)
 
 
 @gluon.jit(
@@ -101,7 +104,6 @@ def _mla_decode_kernel(
     score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, NW // 4], [16, N // (NW // 4), 16])
     accum: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, N, 16])
     score_row: gl.constexpr = gl.SliceLayout(0, score)
-    score_token: gl.constexpr = gl.SliceLayout(1, score)
     accum_row: gl.constexpr = gl.SliceLayout(0, accum)
     p_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, N], dtype)
     q_half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, HALF], dtype)
@@ -132,43 +134,50 @@ def _mla_decode_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if BP == 1:
+        # There is one sequence: its queries need not wait for the plan.
+        q_first, q_second, q_third = load_q(
+            *(q_ptr, batch - 1, rg, num_rows, num_heads_q),
+            *(q_stride_b, q_stride_s, q_stride_h, N, ROPE, NW),
+        )
     b, tile, count = plan_worker(cache_seqlens_ptr, batch, capacity, worker, workers, BP, NW)
     if count > 0:
+        # Small loads before large ones: behind the copies of two tiles they take a microsecond.
+        if BP > 1:
+            q_first, q_second, q_third = load_q(
+                *(q_ptr, b, rg, num_rows, num_heads_q),
+                *(q_stride_b, q_stride_s, q_stride_h, N, ROPE, NW),
+            )
         # The producer's cursor runs two tiles ahead of the products.
-        ahead_b = b
-        ahead_tile = tile
-        ahead_length = load_length(cache_seqlens_ptr, b, capacity)
-        ahead_tiles = tiles_of(ahead_length)
-        row0, row1, row2, row3 = tile_rows(
-            block_table_ptr, table_stride, b, tile, ahead_length, num_pages, page_rows, P
+        length = load_length(cache_seqlens_ptr, b, capacity)
+        here0, here1, here2, here3 = load_pages(block_table_ptr, table_stride, b, tile, length, P)
+        ahead_b, ahead_tile, ahead_length, ahead_tiles, next0, next1, next2, next3 = next_tile(
+            *(block_table_ptr, table_stride, cache_seqlens_ptr, batch, capacity),
+            *(b, tile, length, tiles_of(length), P),
         )
-        fetch_left(kv_half, row0, row1, row2, row3, left_bars.index(0), left.index(0), P)
-        fetch_right(
-            *(kv_half, kv_rope, row0, row1, row2, row3),
-            *(right_bars.index(0), right.index(0), rope.index(0), P, ROPE),
+        next_in_b = ahead_tile
+        ahead_b, ahead_tile, ahead_length, ahead_tiles, page0, page1, page2, page3 = next_tile(
+            *(block_table_ptr, table_stride, cache_seqlens_ptr, batch, capacity),
+            *(ahead_b, ahead_tile, ahead_length, ahead_tiles, P),
+        )
+        row0, row1, row2, row3 = tile_rows(
+            here0, here1, here2, here3, tile, num_pages, page_rows, P
         )
         absent = absent_bits(row0, row1, row2, row3, P)
-        ahead_b, ahead_tile, ahead_length, ahead_tiles = next_tile(
-            cache_seqlens_ptr, batch, capacity, ahead_b, ahead_tile, ahead_length, ahead_tiles
+        fetch(
+            *(kv_half, kv_rope, row0, row1, row2, row3, left_bars.index(0), right_bars.index(0)),
+            *(left.index(0), right.index(0), rope.index(0), P, ROPE),
         )
         row0, row1, row2, row3 = tile_rows(
-            *(block_table_ptr, table_stride, ahead_b, ahead_tile, ahead_length),
-            *(num_pages, page_rows, P),
+            next0, next1, next2, next3, next_in_b, num_pages, page_rows, P
         )
-        if count > 1:
-            fetch_left(kv_half, row0, row1, row2, row3, left_bars.index(1), left.index(1), P)
-            fetch_right(
-                *(kv_half, kv_rope, row0, row1, row2, row3),
-                *(right_bars.index(1), right.index(1), rope.index(1), P, ROPE),
-            )
         absent_next = absent_bits(row0, row1, row2, row3, P)
-        ahead_b, ahead_tile, ahead_length, ahead_tiles = next_tile(
-            cache_seqlens_ptr, batch, capacity, ahead_b, ahead_tile, ahead_length, ahead_tiles
-        )
-        row0, row1, row2, row3 = tile_rows(
-            *(block_table_ptr, table_stride, ahead_b, ahead_tile, ahead_length),
-            *(num_pages, page_rows, P),
-        )
+        if count > 1:
+            fetch(
+                *(kv_half, kv_rope, row0, row1, row2, row3, left_bars.index(1)),
+                *(right_bars.index(1), left.index(1), right.index(1), rope.index(1), P, ROPE),
+            )
+        stage_q(q_first, q_second, q_third, q_left, q_right, q_tail, ROPE)
         done = 0
         slot = 2 * pid
         if BP == 1:
@@ -182,18 +191,18 @@ def _mla_decode_kernel(
             # before the loop and kept (at 16 rows, 183 registers against 231).
             group = rg + (done >> 28)
 
-            stage_q(
-                *(q_ptr, q_left, q_right, q_tail, b, group, num_rows, num_heads_q),
-                *(q_stride_b, q_stride_s, q_stride_h, N, ROPE, NW),
-            )
-            fence_async_shared()
-            gl.thread_barrier()
+            if BP > 1:  # noqa: SIM102 (decided when the kernel is compiled)
+                if done > 0:
+                    q_first, q_second, q_third = load_q(
+                        *(q_ptr, b, group, num_rows, num_heads_q),
+                        *(q_stride_b, q_stride_s, q_stride_h, N, ROPE, NW),
+                    )
+                    stage_q(q_first, q_second, q_third, q_left, q_right, q_tail, ROPE)
 
             m = gl.full([N], -float("inf"), gl.float32, layout=score_row)
-            total = gl.zeros([TILE, N], gl.float32, layout=score)
+            total = no_total(N, score)
             acc_left = gl.zeros([HALF, N], gl.float32, layout=accum)
             acc_right = gl.zeros([HALF, N], gl.float32, layout=accum)
-            token = gl.arange(0, TILE, layout=score_token)
             limit = gl.full([N], 0, gl.int32, layout=score_row) + length
             if CAUSAL:
                 query = query_of(group * N + gl.arange(0, N, layout=score_row), num_heads_q)
@@ -225,18 +234,9 @@ def _mla_decode_kernel(
                     # Unwritten slots may hold NaN, and 0 * NaN is NaN.
                     zero_rows(left.index(stage), rest, NW)
                     zero_rows(right.index(stage), rest, NW)
-                if P >= TILE:
-                    position = token + gl.where(absent != 0, _BEYOND, tile * TILE)
-                else:
-                    position = token + tile * TILE
-                    position = gl.where((absent >> (token // P)) & 1 != 0, _BEYOND, position)
-                s = gl.where(position[:, None] < limit[None, :], s * qk_scale, -float("inf"))
-                m_new = gl.maximum(m, gl.max(s, 0))
-                m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-                decay = gl.exp2(m - m_safe)
-                p = gl.exp2(s - m_safe[None, :])
-                m = m_new
-                total = total * decay[None, :] + p
+                p, decay, m, total = weigh(
+                    s, m, total, tile, absent, limit, qk_scale, N, NW, P, score
+                )
                 weights.store(p.to(dtype))
                 scale = gl.convert_layout(decay, accum_row)
                 acc_left = acc_left * scale[None, :]
@@ -248,6 +248,9 @@ def _mla_decode_kernel(
                 )
                 acc_right = warpgroup_mma(
                     right.index(stage).permute((1, 0)), weights, acc_right, is_async=True
+                )
+                row0, row1, row2, row3 = tile_rows(
+                    page0, page1, page2, page3, ahead_tile, num_pages, page_rows, P
                 )
                 acc_left = warpgroup_mma_wait(1, deps=[acc_left, left, weights])[0]
                 gl.thread_barrier()
@@ -265,18 +268,16 @@ def _mla_decode_kernel(
                     )
                 absent = absent_next
                 absent_next = absent_bits(row0, row1, row2, row3, P)
-                ahead_b, ahead_tile, ahead_length, ahead_tiles = next_tile(
-                    *(cache_seqlens_ptr, batch, capacity),
-                    *(ahead_b, ahead_tile, ahead_length, ahead_tiles),
-                )
-                row0, row1, row2, row3 = tile_rows(
-                    *(block_table_ptr, table_stride, ahead_b, ahead_tile, ahead_length),
-                    *(num_pages, page_rows, P),
+                (ahead_b, ahead_tile, ahead_length, ahead_tiles, page0, page1, page2, page3) = (
+                    next_tile(
+                        *(block_table_ptr, table_stride, cache_seqlens_ptr, batch, capacity),
+                        *(ahead_b, ahead_tile, ahead_length, ahead_tiles, P),
+                    )
                 )
                 done += 1
                 tile += 1
 
-            row_total = gl.sum(total, 0)
+            row_total = totals_of(total, score)
             late = done >> 28  # and again
             if whole:
                 store_result(
@@ -287,8 +288,8 @@ def _mla_decode_kernel(
                 )
             else:
                 store_partial(
-                    *(acc_left, acc_right, m, row_total, part_out_ptr, part_lse_ptr),
-                    *(slot + late, N, accum, score_row),
+                    *(acc_left, acc_right, m, row_total, q_left, q_right),
+                    *(part_out_ptr, part_lse_ptr, slot + late, N, NW, accum, score_row),
                 )
             if BP > 1:
                 slot = 2 * pid + 1

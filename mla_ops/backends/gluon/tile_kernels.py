@@ -16,34 +16,52 @@ _ABSENT = gl.constexpr(-64)
 
 
 @gluon.jit
-def _page_rows(table_row_ptr, page, length, num_pages, page_rows, P: gl.constexpr):
-    inside = page * P < length
-    entry = gl.load(table_row_ptr + page, mask=inside, other=-1)
-    present = (entry >= 0) & (entry < num_pages)
-    return gl.where(present, entry * page_rows, _ABSENT)
+def _load_page(table_row_ptr, page, length, P: gl.constexpr):
+    return gl.load(table_row_ptr + page, mask=page * P < length, other=-1)
 
 
 @gluon.jit
-def tile_rows(
-    block_table_ptr, table_stride, b, tile, length, num_pages, page_rows, P: gl.constexpr
-):
-    """Return the pool rows of a tile's boxes (four, of which 64 / P count); absent ones < 0."""
+def load_pages(block_table_ptr, table_stride, b, tile, length, P: gl.constexpr):
+    """Load the block table's entries for a tile (four, of which 64 / P count).
+
+    Nothing may depend on them until a tile later: behind the copies in flight they take a while.
+    """
     table_row_ptr = block_table_ptr + b.to(gl.int64) * table_stride
     if P >= TILE:
-        PER: gl.constexpr = P // TILE
-        row = _page_rows(table_row_ptr, tile // PER, length, num_pages, page_rows, P)
-        row = gl.where(row < 0, row, row + tile % PER * TILE)
-        return row, row, row, row
+        page0 = _load_page(table_row_ptr, tile // (P // TILE), length, P)
+        return page0, page0, page0, page0
     else:
-        PER: gl.constexpr = TILE // P
-        page = tile * PER
-        row0 = _page_rows(table_row_ptr, page, length, num_pages, page_rows, P)
-        row1 = _page_rows(table_row_ptr, page + 1, length, num_pages, page_rows, P)
+        first = tile * (TILE // P)
+        page0 = _load_page(table_row_ptr, first, length, P)
+        page1 = _load_page(table_row_ptr, first + 1, length, P)
+        page2 = page0
+        page3 = page1
+        if P == 16:
+            page2 = _load_page(table_row_ptr, first + 2, length, P)
+            page3 = _load_page(table_row_ptr, first + 3, length, P)
+        return page0, page1, page2, page3
+
+
+@gluon.jit
+def _page_row(page, num_pages, page_rows):
+    present = (page >= 0) & (page < num_pages)
+    return gl.where(present, page * page_rows, _ABSENT)
+
+
+@gluon.jit
+def tile_rows(page0, page1, page2, page3, tile, num_pages, page_rows, P: gl.constexpr):
+    """Return the pool rows of a tile's boxes; absent ones < 0."""
+    row0 = _page_row(page0, num_pages, page_rows)
+    if P >= TILE:
+        row0 = gl.where(row0 < 0, row0, row0 + tile % (P // TILE) * TILE)
+        return row0, row0, row0, row0
+    else:
+        row1 = _page_row(page1, num_pages, page_rows)
         row2 = row0
         row3 = row1
-        if PER == 4:
-            row2 = _page_rows(table_row_ptr, page + 2, length, num_pages, page_rows, P)
-            row3 = _page_rows(table_row_ptr, page + 3, length, num_pages, page_rows, P)
+        if P == 16:
+            row2 = _page_row(page2, num_pages, page_rows)
+            row3 = _page_row(page3, num_pages, page_rows)
         return row0, row1, row2, row3
 
 
@@ -99,8 +117,40 @@ def fetch_right(
 
 
 @gluon.jit
-def next_tile(cache_seqlens_ptr, batch, capacity, b, tile, length, tiles):
-    """Step to the next tile, into the next sequence at a sequence's end."""
+def fetch(
+    kv_half,
+    kv_rope,
+    row0,
+    row1,
+    row2,
+    row3,
+    left_bar,
+    right_bar,
+    left,
+    right,
+    rope,
+    P: gl.constexpr,
+    ROPE: gl.constexpr,
+):
+    """Start the copy of a whole tile."""
+    fetch_left(kv_half, row0, row1, row2, row3, left_bar, left, P)
+    fetch_right(kv_half, kv_rope, row0, row1, row2, row3, right_bar, right, rope, P, ROPE)
+
+
+@gluon.jit
+def next_tile(
+    block_table_ptr,
+    table_stride,
+    cache_seqlens_ptr,
+    batch,
+    capacity,
+    b,
+    tile,
+    length,
+    tiles,
+    P: gl.constexpr,
+):
+    """Step to the next tile, into the next sequence at a sequence's end, and load its pages."""
     tile += 1
     if tile == tiles:
         # Past the last sequence nothing is fetched: any length will do.
@@ -108,7 +158,8 @@ def next_tile(cache_seqlens_ptr, batch, capacity, b, tile, length, tiles):
         tile = 0
         length = load_length(cache_seqlens_ptr, b, capacity)
         tiles = tiles_of(length)
-    return b, tile, length, tiles
+    page0, page1, page2, page3 = load_pages(block_table_ptr, table_stride, b, tile, length, P)
+    return b, tile, length, tiles, page0, page1, page2, page3
 
 
 @gluon.jit
