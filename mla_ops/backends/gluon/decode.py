@@ -163,7 +163,7 @@ def _launch(
     )
     # Bounded by shapes alone: one block an SM, and no more than the table has tiles.
     workers = min(config.workers, batch * max(ceil_div(capacity, TILE_TOKENS), 1))
-    part_out, part_lse = _partials(q, config, workers)
+    part_out, part_lse = _partials(out, config, workers)
     kv_half, kv_rope = _boxes(kv_cache, page_rows)
     sink = part_lse if attn_sink is None else attn_sink
     shared = (batch, heads, rows, capacity)
@@ -191,12 +191,13 @@ def _launch(
     )
 
 
-def _partials(q: Tensor, config: DecodeConfig, workers: int) -> tuple[Tensor, Tensor]:
-    """Allocate the partial results, in q's dtype, and their log-sum-exps, in float32, as one."""
+def _partials(out: Tensor, config: DecodeConfig, workers: int) -> tuple[Tensor, Tensor]:
+    """Allocate the partial results, in out's dtype, and their log-sum-exps, in float32, as one."""
     slots = workers * config.row_groups * (1 if config.batch_bucket == 1 else 2)
     held = slots * config.row_tile
-    part_lse = torch.empty((held * (1 + _LATENT // 2),), dtype=torch.float32, device=q.device)
-    return part_lse[held:].view(q.dtype), part_lse
+    words = held * (1 + _LATENT * out.element_size() // 4)
+    part_lse = torch.empty((words,), dtype=torch.float32, device=out.device)
+    return part_lse[held:].view(out.dtype), part_lse
 
 
 def _boxes(kv_cache: Tensor, page_rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
