@@ -54,6 +54,8 @@ class DecodeShape(NamedTuple):
     row_stride: int
     # kv_cache begins at a multiple of 16 bytes, as TMA wants it; unknown, so True, in a trace.
     aligned_cache: bool = True
+    # dtype of the caller's out; None where the call returns one, in the dtype of q.
+    out_dtype: torch.dtype | None = None
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

@@ -34,9 +34,11 @@ TIMED_STEPS = 24
 # Tokens that the cache holds beyond the prompt.
 ROOM = 32
 ROUNDS = 3
+# Models whose errors are averaged: one alone is a few percent off either way.
+SEEDS = range(4)
 
 
-def layers_of_deepseek_v3(depth, device, vocab_size, tiny=False):
+def layers_of_deepseek_v3(depth, device, vocab_size, tiny=False, seed=0):
     """Build DeepSeek-V3 layers with a dense MLP of 4 x hidden and random weights."""
     sizes = {"hidden_size": 7168, "num_attention_heads": 128, "q_lora_rank": 1536}
     if tiny:
@@ -52,7 +54,7 @@ def layers_of_deepseek_v3(depth, device, vocab_size, tiny=False):
         pad_token_id=0,
         eos_token_id=None,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model.to(device).eval()
@@ -151,9 +153,9 @@ def step_us(model, batch, length, patched, room=ROOM):
     return statistics.median(times), peak
 
 
-def errors(device, tiny=False, length=512, steps=8):
+def errors(device, tiny=False, length=512, steps=8, seed=0):
     """Return the relative RMS errors (unpatched, patched) of bf16 logits against float32."""
-    model = layers_of_deepseek_v3(2, device, 1024, tiny)
+    model = layers_of_deepseek_v3(2, device, 1024, tiny, seed)
     exact = copy.deepcopy(model).float()
     ids = torch.randint(1, 1024, (2, length + steps), device=device)
     reference = teacher_forced(exact, ids, length, patched=False)
@@ -161,8 +163,7 @@ def errors(device, tiny=False, length=512, steps=8):
     plain = teacher_forced(model, ids, length, patched=False)
     patch(model)
     absorbed = teacher_forced(model, ids, length, patched=True)
-    size = reference.pow(2).mean().sqrt()
-    return [float((x - reference).pow(2).mean().sqrt() / size) for x in (plain, absorbed)]
+    return [float((x - reference).norm() / reference.norm()) for x in (plain, absorbed)]
 
 
 def teacher_forced(model, ids, length, patched):
@@ -273,10 +274,11 @@ def main():
     report = environment() | {"transformers": transformers.__version__, "rows": []}
     report["tokens_per_s"] = not args.no_tokens_per_s
     if not args.no_checks:
-        plain, ours = errors(device, tiny=device == "cpu")
-        report["errors"] = {"unpatched": plain, "patched": ours}
+        pairs = [errors(device, device == "cpu", seed=seed) for seed in SEEDS]
+        plain, ours = map(statistics.mean, zip(*pairs, strict=True))
+        report["errors"] = {"unpatched": plain, "patched": ours, "pairs": pairs}
         print(f"relative RMS error against float32: unpatched {plain:.2e}, patched {ours:.2e}")
-        if ours > 1.05 * plain:
+        if ours > plain:
             sys.exit("the patched model is less exact than the unpatched one: nothing is timed")
     if args.check_only or device == "cpu":
         return

@@ -66,7 +66,7 @@ def mla_decode_out(
 
     The logits are computed in float32 from widened keys: a bfloat16 product rounds them to 8
     bits, which costs 1.2 % of error in the output at unit-variance inputs. The value product
-    runs in the cache's dtype.
+    runs in the dtype of out.
     """
     pool = kv_cache.squeeze(2)
     pages, page_size, head_dim = pool.shape
@@ -95,7 +95,9 @@ def mla_decode_out(
         if hidden is not None:
             logits.masked_fill_(hidden, -torch.inf)
         _attend(
-            *(logits, keys[:, :head_dim_v], out[b], lse[b]), causal=causal, attn_sink=attn_sink
+            *(logits, keys[:, :head_dim_v], chunk, out[b], lse[b]),
+            causal=causal,
+            attn_sink=attn_sink,
         )
 
 
@@ -119,6 +121,7 @@ def _logits(q: Tensor, keys: Tensor, chunk: Tensor) -> Tensor:
 def _attend(
     logits: Tensor,
     values: Tensor,
+    chunk: Tensor,
     out: Tensor,
     lse: Tensor,
     *,
@@ -137,13 +140,25 @@ def _attend(
     total = weights.sum(dim=-1, keepdim=True)
     log_sum = top + total.log()
     lse.copy_(log_sum[..., 0].T)
-    result = torch.mm(weights.view(-1, length).to(values.dtype), values)
+    result = _weighted(weights.view(-1, length).to(out.dtype), values, chunk)
     share = total.clamp(min=torch.finfo(total.dtype).tiny).reciprocal()
     if attn_sink is not None:
         sink_share = torch.sigmoid(log_sum - attn_sink[:, None])
         # An empty row stays 0 even beside a sink of -inf.
         share = share * torch.where(log_sum == -torch.inf, 0.0, sink_share)
     out.copy_(result.view(seqlen_q, heads, -1) * share)
+
+
+def _weighted(weights: Tensor, values: Tensor, chunk: Tensor) -> Tensor:
+    """Return weights [S * H, length] times values [length, V], in the dtype of the weights."""
+    if weights.dtype == values.dtype:
+        return torch.mm(weights, values)
+    result = weights.new_zeros((weights.shape[0], values.shape[1]))
+    for start in range(0, values.shape[0], chunk.shape[0]):
+        part = values[start : start + chunk.shape[0]]
+        part = chunk[: part.shape[0], : part.shape[1]].copy_(part)
+        result.addmm_(weights[:, start : start + part.shape[0]], part)
+    return result
 
 
 def mla_metadata_out(

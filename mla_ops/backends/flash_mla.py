@@ -63,6 +63,8 @@ def unsupported(shape: DecodeShape) -> list[str]:
     reasons = []
     if shape.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"takes bfloat16 and float16, q is {shape.dtype}")
+    if shape.out_dtype not in (None, shape.dtype):
+        reasons.append(f"writes {shape.dtype} like q, out is {shape.out_dtype}")
     if (shape.head_dim, shape.head_dim_v) != (_HEAD_DIM, _HEAD_DIM_V):
         reasons.append(
             f"takes head_dim {_HEAD_DIM} with head_dim_v {_HEAD_DIM_V}, the call has "

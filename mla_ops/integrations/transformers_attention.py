@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mla_ops.integrations.transformers_layers import kv_b_weight
 from mla_ops.integrations.transformers_pool import MLAStaticLayer
-from mla_ops.nn.absorb import absorb_q, expand_out, split_kv_b
+from mla_ops.nn.absorb import absorb_q, expand_out, expand_wide_out, split_kv_b
 from mla_ops.ops.append import append_kv_
 from mla_ops.ops.decode import mla_decode
 from mla_ops.ops.metadata import MLAMetadata, default_num_sm_parts
@@ -227,7 +227,8 @@ def _decode(
             layer.metadata.num_splits.narrow(0, 0, batch + 1),
         )
     w_uk, w_uv = _up_projections(module, heads)
-    result = mla_decode(
+    return _expanded_decode(
+        w_uv,
         _absorbed(module, query, w_uk),
         layer.kv_cache,
         layer.block_table.narrow(0, 0, batch),
@@ -237,7 +238,6 @@ def _decode(
         head_dim_v=layer.latent_dim,
         attn_sink=None if s_aux is None else s_aux.float(),
     )
-    return expand_out(result.out, w_uv)
 
 
 def _decode_selected(
@@ -258,7 +258,8 @@ def _decode_selected(
     # Pages of one token: a selection is a block table, and page -1 counts as no key.
     pool = layer.kv_cache.view(-1, 1, 1, layer.kv_cache.shape[-1])
     w_uk, w_uv = _up_projections(module, heads)
-    result = mla_decode(
+    out = _expanded_decode(
+        w_uv,
         _absorbed(module, query, w_uk).reshape(batch * seqlen, 1, heads, -1),
         pool,
         pages.view(batch * seqlen, topk),
@@ -268,4 +269,18 @@ def _decode_selected(
         causal=False,
         attn_sink=None if s_aux is None else s_aux.float(),
     )
-    return expand_out(result.out.view(batch, seqlen, heads, -1), w_uv)
+    return out.view(batch, seqlen, heads, -1)
+
+
+def _expanded_decode(
+    w_uv: Tensor, q: Tensor, *args: Any, head_dim_v: int, **kwargs: Any
+) -> Tensor:
+    """Call ``mla_decode`` and expand its latents, which stay float32 if ``q`` has 16 bits."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        latents = mla_decode(q, *args, head_dim_v=head_dim_v, **kwargs).out
+        return expand_out(latents, w_uv)
+    batch, seqlen, heads, _ = q.shape
+    out = q.new_empty((batch, seqlen, heads, head_dim_v), dtype=torch.float32)
+    lse = q.new_empty((batch, heads, seqlen), dtype=torch.float32)
+    mla_decode(q, *args, head_dim_v=head_dim_v, **kwargs, out=out, lse=lse)
+    return expand_wide_out(out, w_uv)

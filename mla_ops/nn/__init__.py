@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mla_ops.nn.absorb import absorb_q, expand_out, split_kv_b
+from mla_ops.nn.absorb import absorb_q, expand_out, expand_wide_out, split_kv_b
 from mla_ops.nn.attention import MLAAttention
 from mla_ops.nn.config import MLAConfig
 from mla_ops.nn.rope import RotaryEmbedding, apply_rope, inverse_frequencies, yarn_mscale
@@ -14,6 +14,7 @@ __all__ = [
     "absorb_q",
     "apply_rope",
     "expand_out",
+    "expand_wide_out",
     "inverse_frequencies",
     "split_kv_b",
     "yarn_mscale",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["absorb_q", "expand_out", "split_kv_b"]
+__all__ = ["absorb_q", "expand_out", "expand_wide_out", "split_kv_b"]
 
 
 def split_kv_b(
@@ -51,3 +51,37 @@ def absorb_q(q_nope: Tensor, w_uk: Tensor) -> Tensor:
 def expand_out(out_latent: Tensor, w_uv: Tensor) -> Tensor:
     """Project attention over latents [..., H, latent] to values, [..., H, v]."""
     return torch.einsum("...hl,hvl->...hv", out_latent, w_uv)
+
+
+def expand_wide_out(out_latent: Tensor, w_uv: Tensor) -> Tensor:
+    """Project float32 attention over latents to 16-bit values, rounding once at the end.
+
+    On CUDA the latents are two 16-bit numbers each, their leading bits and the rest, so that one
+    product on tensor cores reads the weight once, as it is, and keeps 15 bits of them or more.
+
+    Args:
+        out_latent: [..., H, latent] float32.
+        w_uv: [H, v, latent] bfloat16 or float16.
+
+    Returns:
+        [..., H, v] in the dtype of ``w_uv``.
+    """
+    if not out_latent.is_cuda:
+        return expand_out(out_latent, w_uv.float()).to(w_uv.dtype)
+    *leading, heads, latent = out_latent.shape
+    rows = out_latent.reshape(-1, heads, latent).transpose(0, 1)  # [H, n, latent]
+    parts = torch.cat(_halves(rows, w_uv.dtype), dim=1)  # [H, 2 n, latent]
+    product = torch.bmm(parts, w_uv.transpose(1, 2), out_dtype=torch.float32)
+    high, low = product.chunk(2, dim=1)
+    return (high + low).to(w_uv.dtype).transpose(0, 1).reshape(*leading, heads, -1)
+
+
+def _halves(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split float32 numbers into two of a 16-bit dtype whose sum they nearly are.
+
+    The first is cut off, not converted: Inductor fuses ``x.to(dtype)`` into the subtraction
+    without rounding it, and the second would be 0.
+    """
+    dropped = int(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
+    high = (x.view(torch.int32) & -dropped).view(torch.float32)
+    return high.to(dtype), (x - high).to(dtype)

@@ -192,13 +192,15 @@ def check_outputs(
 ) -> None:
     """Refuse output tensors that do not fit, or share memory with an input or each other."""
     batch, seqlen_q, heads, _ = q.shape
-    for name, tensor, shape, dtype in (
-        ("out", out, (batch, seqlen_q, heads, head_dim_v), q.dtype),
-        ("lse", lse, (batch, heads, seqlen_q), torch.float32),
+    wide = (torch.float32,) if q.dtype in (torch.bfloat16, torch.float16) else ()
+    for name, tensor, shape, dtypes in (
+        ("out", out, (batch, seqlen_q, heads, head_dim_v), (q.dtype, *wide)),
+        ("lse", lse, (batch, heads, seqlen_q), (torch.float32,)),
     ):
-        if tensor.dtype != dtype:
+        if tensor.dtype not in dtypes:
             raise TypeError(
-                f"mla_decode: {name} must be {dtype}, got {tensor.dtype} (allocate it)"
+                f"mla_decode: {name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype} "
+                "(allocate it)"
             )
         if tuple(tensor.shape) != shape:
             raise ValueError(

@@ -101,23 +101,29 @@ def plan_decode_out(args: Any) -> DecodePlan:
     key = _layout(*args)
     plan = _plans.get(key)
     if plan is None:
-        chosen = check_layout(args[:13], traced=False)
-        check_outputs(*args, traced=False)
-        return _remember(key, chosen, args, args[13:])
+        return _remember(key, check_layout(args, traced=False), args, args[13:])
     if _may_overlap(plan.spans, *args):
         check_outputs(*args, traced=False)
     return plan
 
 
 def check_layout(args: Any, *, traced: bool) -> tuple[str, DecodeShape]:
-    """Refuse what does not fit and return the backend with the facts it was chosen from."""
-    check_decode(*args[:-1])
+    """Refuse what does not fit and return the backend with the facts it was chosen from.
+
+    Args:
+        args: those of ``mla_decode``, or of ``mla_decode_out``.
+        traced: whether the tensors have no memory.
+    """
+    check_decode(*args[:12])
+    if args[13:]:
+        check_outputs(*args, traced=traced)
     q, kv_cache, block_table = args[:3]
     pages, page_size, _, head_dim = kv_cache.shape
     shape = DecodeShape(
         *(q.device, q.dtype, kv_cache.dtype, q.shape[0], q.shape[1], q.shape[2], head_dim),
         *(args[7], pages, page_size, block_table.shape[1], kv_cache.stride(0), kv_cache.stride(1)),
         aligned_cache=traced or kv_cache.data_ptr() % 16 == 0,
+        out_dtype=args[13].dtype if args[13:] else None,
     )
     return select("mla_decode", args[12], shape, traced=traced), shape
 

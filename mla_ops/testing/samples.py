@@ -167,10 +167,14 @@ def _decode_out(device: torch.device) -> _Samples:
     for name, (inputs, options) in _decode_inputs(device).items():
         batch, seqlen_q, heads, _ = inputs.q.shape
         shape = (batch, heads, seqlen_q, inputs.head_dim_v + 16)
-        out = torch.full(shape, _NAN, dtype=inputs.q.dtype, device=device)
-        lse = torch.full((batch, heads, seqlen_q), _NAN, device=device)
-        strided_out = out[..., : inputs.head_dim_v].transpose(1, 2)
-        samples[name] = (*_decode_args(inputs, **options), strided_out, lse)
+        low = inputs.q.dtype in (torch.bfloat16, torch.float16)
+        for suffix, dtype in {"": inputs.q.dtype, "-fp32_out": torch.float32}.items():
+            if suffix and not low:
+                continue
+            out = torch.full(shape, _NAN, dtype=dtype, device=device)
+            lse = torch.full((batch, heads, seqlen_q), _NAN, device=device)
+            strided_out = out[..., : inputs.head_dim_v].transpose(1, 2)
+            samples[name + suffix] = (*_decode_args(inputs, **options), strided_out, lse)
     return samples
 
 

@@ -59,6 +59,8 @@ SHAPE = DecodeShape(
     [
         ({}, None),
         ({"dtype": torch.float16}, None),
+        ({"out_dtype": torch.bfloat16}, None),
+        ({"out_dtype": torch.float32}, "writes torch.bfloat16 like q, out is torch.float32"),
         ({"page_stride": 64 * 584, "row_stride": 584, "num_heads_q": 3, "seqlen_q": 8}, None),
         ({"dtype": torch.float32}, "bfloat16 and float16"),
         ({"head_dim": 512}, "head_dim 576"),

@@ -34,13 +34,15 @@ def results(sample):
 @pytest.mark.parametrize(("name", "sample_id"), ALL, ids=lambda value: str(value))
 def test_equals_the_cpu(name, sample_id):
     ours, theirs = (results(sample_of(name, sample_id, device)) for device in (DEVICE, "cpu"))
+    lowest = max(TOLERANCE[x.dtype] for x in theirs if x.is_floating_point())
     for got, expected in zip(ours, theirs, strict=True):
         finite = expected.isfinite() if expected.is_floating_point() else None
         if finite is None:
             assert torch.equal(got, expected)
             continue
         assert torch.equal(got.isfinite(), finite)
-        tolerance = TOLERANCE[expected.dtype]
+        # A float32 out still comes from weights in the dtype of the cache; lse has 3 dimensions.
+        tolerance = lowest if expected.dim() == 4 else TOLERANCE[expected.dtype]
         torch.testing.assert_close(got[finite], expected[finite], rtol=tolerance, atol=tolerance)
 
 

@@ -101,23 +101,32 @@ def test_without_a_static_cache_the_model_computes_what_it_did(model, kwargs):
     assert decode.call_count == 0
 
 
-def test_bfloat16_error_against_float32_is_that_of_the_model(model):
-    """In bfloat16 tokens may differ; the error against float32 stays that of the model."""
-    ids, mask = prompts(length=24)
-    exact = copy.deepcopy(model)
-    low = model.to(torch.bfloat16)
-    exact.load_state_dict(low.state_dict())
-    reference = teacher_forced(exact, ids, mask)
-    plain = teacher_forced(low, ids, mask)
-    with patched(low):
-        ours = teacher_forced(low, ids, mask)
-    size = reference.pow(2).mean().sqrt()
-    error, allowed = ((x - reference).pow(2).mean().sqrt() / size for x in (ours, plain))
-    assert error <= 1.1 * allowed
-    assert allowed > 1e-4
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("youtu", {}), ("deepseek_v32", {"index_topk": 24})]
+)
+def test_bfloat16_error_against_float32_is_no_larger_than_the_model_s(model_type, changes):
+    """Symptom: 2 to 4 % more when the latents were rounded to bfloat16 before W_UV."""
+    if not known(model_type):
+        pytest.skip(f"this transformers has no {model_type}")
+    errors = []
+    for seed in range(24):
+        low = tiny_model(model_type, seed=seed, dtype=torch.bfloat16, **changes)
+        ids = torch.randint(2, 97, (2, 24))
+        mask = torch.ones_like(ids)
+        reference = teacher_forced(copy.deepcopy(low).float(), ids, mask)
+        plain = teacher_forced(low, ids, mask)
+        with patched(low) as report:
+            if report.skipped:
+                pytest.skip("this release caches expanded keys")
+            ours = teacher_forced(low, ids, mask)
+        size = reference.pow(2).mean().sqrt()
+        errors.append([((x - reference).pow(2).mean().sqrt() / size) for x in (ours, plain)])
+    error, allowed = torch.tensor(errors).mean(0)
+    assert error <= allowed
+    assert allowed > 1e-3
 
 
-def teacher_forced(model, ids, mask, prompt=12):
+def teacher_forced(model, ids, mask, prompt=8):
     """Return the float32 logits of the steps after ``prompt`` tokens, given the tokens."""
     out = model.generate(
         ids[:, :prompt],

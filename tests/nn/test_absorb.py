@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_ops.nn.absorb import absorb_q, expand_out, split_kv_b
+from mla_ops.nn import absorb
+from mla_ops.nn.absorb import absorb_q, expand_out, expand_wide_out, split_kv_b
 
 H, NOPE, V, LATENT, T = 3, 16, 24, 32, 65
 
@@ -54,3 +57,72 @@ def test_empty_and_single_tokens_keep_their_shape(shape):
 def test_another_rank_s_weight_is_refused():
     with pytest.raises(ValueError, match=r"split_kv_b: weight must be .* with 160 rows, got"):
         split_kv_b(tensors()[0], H + 1, NOPE, V)
+
+
+LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+# Half a unit in the last place, evenly spread: what one rounding costs.
+ROUNDING = {dtype: torch.finfo(dtype).eps / 12**0.5 for dtype in (torch.bfloat16, torch.float16)}
+
+
+def wide_tensors(dtype, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(16 * (128 + 64), 256, generator=generator).mul(0.05).to(dtype)
+    latents = torch.randn(3, 2, 16, 256, generator=generator)
+    return latents.to(device), split_kv_b(weight.to(device), 16, 128, 64)[1]
+
+
+def check_wide(expand, latents, w_uv):
+    """One rounding: rounding the latents first would cost 1.4 times as much."""
+    out = expand(latents, w_uv)
+    expected = expand_out(latents.double(), w_uv.double())
+    assert out.dtype == w_uv.dtype
+    assert out.shape == expected.shape
+    assert (out - expected).norm() <= ROUNDING[w_uv.dtype] * expected.norm()
+    twice = expand_out(latents.to(w_uv.dtype).double(), w_uv.double()).to(w_uv.dtype)
+    assert (out - expected).norm() < 0.8 * (twice - expected).norm()
+
+
+@LOW
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_wide_latents_are_rounded_once(dtype, compiled):
+    torch._dynamo.reset()
+    check_wide(
+        torch.compile(expand_wide_out) if compiled else expand_wide_out, *wide_tensors(dtype)
+    )
+
+
+@pytest.mark.gpu
+@LOW
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_wide_latents_are_rounded_once_on_cuda(dtype, compiled):
+    torch._dynamo.reset()
+    expand = torch.compile(expand_wide_out, mode="reduce-overhead", fullgraph=True)
+    arguments = wide_tensors(dtype, "cuda")
+    for _ in range(3):
+        check_wide(expand if compiled else expand_wide_out, *arguments)
+
+
+@LOW
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_two_halves_hold_what_one_drops(dtype, compiled):
+    """Symptom of a plain conversion: compiled, the second half is 0 and the first one all."""
+    torch._dynamo.reset()
+    halves = torch.compile(absorb._halves) if compiled else absorb._halves
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    high, low = halves(x, dtype)
+    assert high.dtype == low.dtype == dtype
+    assert ((high.double() + low.double() - x).abs() <= x.abs() * 2**-15 + 2**-24).all()
+
+
+@LOW
+def test_on_cuda_the_weights_are_read_once_as_they_are(dtype):
+    """As a trace, without a device: one product, of the weight itself, in float32."""
+    with FakeTensorMode():
+        latents = torch.empty(3, 2, 16, 256, device="cuda")
+        w_uv = torch.empty(16, 192, 256, dtype=dtype, device="cuda").narrow(1, 128, 64)
+        assert expand_wide_out(latents, w_uv).shape == (3, 2, 16, 64)
+        nodes = make_fx(expand_wide_out)(latents, w_uv).graph.nodes
+    (product,) = (n for n in nodes if n.target is torch.ops.aten.bmm.dtype)
+    assert product.args[0].meta["val"].shape == (16, 12, 256)
+    assert product.args[1].args[0].op == "placeholder"
+    assert product.meta["val"].dtype == torch.float32

@@ -2,6 +2,10 @@
 
 import torch
 from refusals import (
+    BF16,
+    F16,
+    F32,
+    F64,
     I32,
     I64,
     Refusal,
@@ -158,6 +162,12 @@ DECODE_FUNCTIONAL = [
 ]  # fmt: skip
 DECODE_OUT = [
     ("out-dtype", typed("out", torch.bfloat16), TypeError, D + "out must be torch.float32"),
+    *((f"out-{out}-of-{q}", lambda a, q=q, out=out: {
+        name: a[name].to(dtype) for name, dtype in (("q", q), ("kv_cache", q), ("out", out))},
+       TypeError, D + f"out must be {q}{wide}")
+      for q, out, wide in (
+          (BF16, F16, f" or {F32}"), (F16, BF16, f" or {F32}"), (BF16, F64, f" or {F32}"),
+          (BF16, I32, f" or {F32}"), (F64, F32, ""))),
     ("lse-dtype", typed("lse", torch.float64), TypeError, D + "lse must be torch.float32"),
     ("out-width", shaped("out", 3, 2, 4, 160), ValueError,
      D + "out must be [B, S, H, V] = (3, 2, 4, 128)"),

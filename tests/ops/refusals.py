@@ -11,7 +11,8 @@ import torch
 
 from mla_ops import MLAMetadata, append_kv_, merge_states, mla_decode, mla_metadata
 
-F32, I32, I64 = torch.float32, torch.int32, torch.int64
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+I32, I64 = torch.int32, torch.int64
 
 
 class Refusal(NamedTuple):

@@ -38,7 +38,7 @@ AXES = {
     "padded_rows": (False, True),
     "padded_pages": (False, True),
     "attn_sink": (False, True),
-    "out": (False, True),
+    "out": (None, "like q", "float32"),
     "lost_page": (None, -1, 10**6),
 }
 LAYOUT = (
@@ -55,10 +55,15 @@ def case_id(row):
     return f"{row['backend']}-{sizes}-{dtype}-{row['lengths']}"
 
 
-def empty_outputs(inputs):
+def empty_outputs(inputs, kind="like q"):
     """Return poisoned out and lse of strides that no backend would choose."""
+    if kind is None:
+        return None, None
     batch, seqlen_q, heads, _ = inputs.q.shape
-    out = torch.full((heads, batch, seqlen_q, inputs.head_dim_v + 3), NAN, dtype=inputs.q.dtype)
+    dtype = inputs.q.dtype
+    if kind == "float32" and dtype != torch.float64:
+        dtype = torch.float32
+    out = torch.full((heads, batch, seqlen_q, inputs.head_dim_v + 3), NAN, dtype=dtype)
     lse = torch.full((seqlen_q, heads, batch, 2), NAN)
     return out[..., :-3].permute(1, 2, 0, 3), lse[..., 0].permute(2, 1, 0)
 
@@ -99,7 +104,7 @@ def test_equals_the_oracle(row):
     )
     if row["lost_page"] is not None:
         inputs.block_table[-1, :1] = row["lost_page"]
-    out, lse = empty_outputs(inputs) if row["out"] else (None, None)
+    out, lse = empty_outputs(inputs, row["out"])
     attn_sink = torch.linspace(-2, 2, row["num_heads_q"]) if row["attn_sink"] else None
     got = check(
         inputs, row["backend"], causal=row["causal"], attn_sink=attn_sink, out=out, lse=lse
@@ -157,17 +162,20 @@ def ragged(draw):
     return inputs
 
 
+given_outs = st.sampled_from(AXES["out"])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(inputs=ragged(), causal=st.booleans(), sink=st.booleans(), given_out=st.booleans())
+@given(inputs=ragged(), causal=st.booleans(), sink=st.booleans(), given_out=given_outs)
 def test_random_ragged_batches(backend, inputs, causal, sink, given_out):
     attn_sink = torch.linspace(-2, 2, inputs.q.shape[2]) if sink else None
-    out, lse = empty_outputs(inputs) if given_out else (None, None)
+    out, lse = empty_outputs(inputs, given_out)
     check(inputs, backend, causal=causal, attn_sink=attn_sink, out=out, lse=lse)
 
 
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
-@pytest.mark.parametrize("given_out", [False, True], ids=["functional", "out"])
+@pytest.mark.parametrize("given_out", AXES["out"], ids=str)
 @pytest.mark.parametrize(
     ("lengths", "sizes"),
     [
@@ -184,7 +192,7 @@ def test_empty_sizes(backend, given_out, lengths, sizes):
     inputs.cache_seqlens.fill_(5)
     if lengths == (3, 0):
         inputs.cache_seqlens.copy_(torch.tensor(lengths))
-    out, lse = empty_outputs(inputs) if given_out else (None, None)
+    out, lse = empty_outputs(inputs, given_out)
     check(inputs, backend, causal=True, out=out, lse=lse)
 
 
@@ -254,3 +262,34 @@ def test_neighbours_of_the_outputs_are_untouched(backend):
     lse.fill_(7.0)
     assert bool((memory == 7.0).all())
     assert bool((lse_memory == 7.0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float32_out_compiled(backend, dtype):
+    """One graph; bit for bit what the eager call writes, which no 16-bit number could hold."""
+    inputs = make_decode_inputs((0, 65, 1100), seqlen_q=2, num_heads_q=3, dtype=dtype)
+    sink = torch.linspace(-2, 2, 3)
+
+    def step(q, kv_cache, block_table, cache_seqlens):
+        out = q.new_empty((*q.shape[:3], 512), dtype=torch.float32)
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        return mla_decode(
+            *(q, kv_cache, block_table, cache_seqlens),
+            softmax_scale=inputs.softmax_scale,
+            attn_sink=sink,
+            backend=backend,
+            out=out,
+            lse=lse,
+        )
+
+    eager = step(*inputs[:4])
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True)(*inputs[:4])
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert torch.equal(ours, theirs)
+    assert_close_to_fp64(eager.out, oracle.decode(*inputs, attn_sink=sink)[0])
+    rounded = eager.out.to(dtype)
+    assert not torch.equal(rounded.float(), eager.out)
+    with pytest.raises(AssertionError, match="relative RMS error"):
+        assert_close_to_fp64(rounded, eager.out.double(), dtype=torch.float32)

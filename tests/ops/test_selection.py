@@ -52,6 +52,28 @@ def test_a_shape_that_a_backend_cannot_run_is_refused_in_the_fake(backend):
         mla_decode(**given, backend="auto")
 
 
+def test_a_backend_that_cannot_write_float32_is_refused_by_name():
+    """Never a silent rounding: flash_mla writes the dtype of q."""
+    with FakeTensorMode():
+
+        def empty(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        integers = empty(3, 6, dtype=torch.int32), empty(3, dtype=torch.int32)
+        given = (empty(3, 1, 16, 576), empty(5, 64, 1, 576), *integers)
+        lse = empty(3, 16, 1, dtype=torch.float32)
+
+        def call(backend, dtype):
+            out = empty(3, 1, 16, 512, dtype=dtype)
+            mla_decode(*given, softmax_scale=0.1, backend=backend, out=out, lse=lse)
+
+        with pytest.raises(BackendUnavailableError, match=CANNOT.format("flash_mla")) as caught:
+            call("flash_mla", torch.float32)
+        assert "writes torch.bfloat16 like q, out is torch.float32" in str(caught.value)
+        for backend, dtype in (("auto", torch.float32), ("flash_mla", torch.bfloat16)):
+            call(backend, dtype)
+
+
 def test_the_cpu_backend_is_refused_for_cuda_tensors():
     with FakeTensorMode():
         given = arguments("cuda")

@@ -73,7 +73,7 @@ def decode_config(
     blocks = batch_size * groups
     # What spreads few merges over the device, and no more blocks than many merges need.
     if parts > _FEW_PARTS:
-        splits = 128
+        splits = 8 * row_tile
     elif blocks > _FEW_BLOCKS:
         splits = min(row_tile // 2, 16)
     else:
@@ -103,9 +103,9 @@ def _row_tile(batch_size: int, num_rows: int, capacity: int) -> int:
     if num_rows <= 32:
         return 16 if batch_size <= 2 else 32
     if num_rows <= 64:
-        if batch_size == 1 or (batch_size == 2 and capacity <= 2**12):
+        if (batch_size == 1 and capacity < 2**14) or (batch_size == 2 and capacity <= 2**12):
             return 16
-        return 32 if batch_size == 2 or (batch_size <= 8 and capacity <= 2**13) else 64
+        return 32 if batch_size <= 2 or (batch_size <= 8 and capacity <= 2**13) else 64
     return 32 if batch_size <= 2 and num_rows <= 128 else 64
 
 
@@ -163,7 +163,7 @@ def _launch(
     )
     # Bounded by shapes alone: one block an SM, and no more than the table has tiles.
     workers = min(config.workers, batch * max(ceil_div(capacity, TILE_TOKENS), 1))
-    part_out, part_lse = _partials(q, config, workers)
+    part_out, part_lse = _partials(out, config, workers)
     kv_half, kv_rope = _boxes(kv_cache, page_rows)
     sink = part_lse if attn_sink is None else attn_sink
     shared = (batch, heads, rows, capacity)
@@ -191,12 +191,13 @@ def _launch(
     )
 
 
-def _partials(q: Tensor, config: DecodeConfig, workers: int) -> tuple[Tensor, Tensor]:
-    """Allocate the partial results, in q's dtype, and their log-sum-exps, in float32, as one."""
+def _partials(out: Tensor, config: DecodeConfig, workers: int) -> tuple[Tensor, Tensor]:
+    """Allocate the partial results, in out's dtype, and their log-sum-exps, in float32, as one."""
     slots = workers * config.row_groups * (1 if config.batch_bucket == 1 else 2)
     held = slots * config.row_tile
-    part_lse = torch.empty((held * (1 + _LATENT // 2),), dtype=torch.float32, device=q.device)
-    return part_lse[held:].view(q.dtype), part_lse
+    words = held * (1 + _LATENT * out.element_size() // 4)
+    part_lse = torch.empty((words,), dtype=torch.float32, device=out.device)
+    return part_lse[held:].view(out.dtype), part_lse
 
 
 def _boxes(kv_cache: Tensor, page_rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -157,6 +157,22 @@ def store_result(
 
 
 @gluon.jit
+def _store_wide(acc, buffer, half_ptr, N: gl.constexpr, NW: gl.constexpr):
+    """Write a half of a partial result of 16 bits, 16 bytes a thread."""
+    dtype: gl.constexpr = half_ptr.dtype.element_ty
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    wide: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [1, NW, 1], [2, 1, 0])
+    staged = buffer.index(0)._reinterpret(dtype, [N // 8, HALF, 8], flat)
+    staged.store(acc.to(dtype).reshape((HALF, N // 8, 8)).permute((1, 0, 2)))
+    gl.thread_barrier()
+    block = gl.arange(0, N // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, wide)))
+    v = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, wide)))
+    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, wide)))
+    at = (block * (V * 8))[:, None, None] + (v * 8)[None, :, None] + lane[None, None, :]
+    gl.store(half_ptr + at, staged.load(wide))
+
+
+@gluon.jit
 def store_partial(
     acc_left,
     acc_right,
@@ -174,29 +190,23 @@ def store_partial(
 ):
     """Write one of a sequence's partial results.
 
-    They lie as [slot, N / 8, 512, 8], the order in which a warp holds them, and normalised, so
-    that they fit the dtype of out: half the bytes of float32. They go by way of Q's buffers, of
-    which nothing is read any more: 16 bytes a thread, a quarter of the stores.
+    They lie as [slot, N / 8, 512, 8], in the order in which a warp holds them, and normalised, so
+    that they fit the dtype of out. Those of 16 bits go by way of Q's buffers, of which nothing is
+    read any more: a quarter of the stores.
     """
+    dtype: gl.constexpr = part_out_ptr.dtype.element_ty
     accum_row: gl.constexpr = gl.SliceLayout(0, accum)
     seen = total > 0
     share = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), accum_row)
-    dtype: gl.constexpr = part_out_ptr.dtype.element_ty
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    wide: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [1, NW, 1], [2, 1, 0])
-    left = q_left.index(0)._reinterpret(dtype, [N // 8, HALF, 8], flat)
-    right = q_right.index(0)._reinterpret(dtype, [N // 8, HALF, 8], flat)
-    value = (acc_left * share[None, :]).to(dtype).reshape((HALF, N // 8, 8))
-    left.store(value.permute((1, 0, 2)))
-    value = (acc_right * share[None, :]).to(dtype).reshape((HALF, N // 8, 8))
-    right.store(value.permute((1, 0, 2)))
+    partial = part_out_ptr + slot * (N * V)
+    if dtype.primitive_bitwidth == 16:
+        _store_wide(acc_left * share[None, :], q_left, partial, N, NW)
+        _store_wide(acc_right * share[None, :], q_right, partial + HALF * 8, N, NW)
+    else:
+        row = gl.arange(0, N, layout=accum_row)
+        v = gl.arange(0, HALF, layout=gl.SliceLayout(1, accum))
+        partial += (row // 8 * (V * 8) + row % 8)[None, :] + (v * 8)[:, None]
+        gl.store(partial, acc_left * share[None, :])
+        gl.store(partial + HALF * 8, acc_right * share[None, :])
     lse2 = gl.where(seen, m + gl.log2(total), -float("inf"))
     gl.store(part_lse_ptr + slot * N + gl.arange(0, N, layout=score_row), lse2)
-    gl.thread_barrier()
-    block = gl.arange(0, N // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, wide)))
-    v = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, wide)))
-    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, wide)))
-    partial = part_out_ptr + slot * (N * V)
-    partial += (block * (V * 8))[:, None, None] + (v * 8)[None, :, None] + lane[None, None, :]
-    gl.store(partial, left.load(wide))
-    gl.store(partial + HALF * 8, right.load(wide))

@@ -201,7 +201,7 @@ def mla_decode_out(
         cache_seqlens: [B] int32.
         tile_scheduler_metadata: not read.
         num_splits: not read.
-        out: [B, S, H, V], any strides.
+        out: [B, S, H, V], dtype of q or float32, any strides.
         lse: [B, H, S] float32, any strides.
         softmax_scale: factor of the logits.
         causal: query j of S sees keys ``< cache_seqlens - S + j + 1``.
@@ -218,9 +218,9 @@ def mla_decode_out(
         *(q.device.index, q.dtype, batch, seqlen_q, heads, latent, head_dim - latent, page_size),
         *(kv_cache.stride(1), max_pages, causal, attn_sink is not None, out.stride(3) == 1),
     )
-    # Partials are averages of values, so they fit the range of the inputs' own dtype.
+    # Partials are averages of values, so they fit the range of out's own dtype.
     slots = (2 * launch.programs, launch.block_h)
-    partial_dtype = torch.float32 if INTERPRETED else q.dtype
+    partial_dtype = torch.float32 if INTERPRETED else out.dtype
     partial = torch.empty((*slots, latent), dtype=partial_dtype, device=q.device)
     partial_lse = torch.empty(slots, dtype=torch.float32, device=q.device)
     sink = lse if attn_sink is None else attn_sink

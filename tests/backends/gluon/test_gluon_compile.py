@@ -78,6 +78,8 @@ CASES = [
     {"page_size": 256, "batch": 100, "heads": 64},
     {"batch": 9, "heads": 5, "seqlen_q": 4, "causal": True, "sink": True, "out_stride": 3},
 ]
+# And of those with a float32 out: every row tile, the most registers, the longest plan.
+CASES += [{**CASES[at], "out": torch.float32} for at in (0, 4, 6, 7, 8, 10, 18, 21)]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,7 @@ def test_compiles_without_spills(kernels, case):
     batch, seqlen_q, heads = options["batch"], options["seqlen_q"], options["heads"]
     rows, head_dim = (batch, seqlen_q, heads), 512 + options["rope"]
     q = torch.empty(*rows, head_dim, dtype=options["dtype"])
+    out_dtype, out_stride = options.get("out", q.dtype), options["out_stride"]
     decode.mla_decode_out(
         q,
         q.new_empty(2, options["page_size"], 1, head_dim),
@@ -98,7 +101,7 @@ def test_compiles_without_spills(kernels, case):
         torch.empty(batch, dtype=torch.int32),
         None,
         None,
-        q.new_empty(*rows, 512 * options["out_stride"])[..., :: options["out_stride"]],
+        torch.empty(*rows, 512 * out_stride, dtype=out_dtype)[..., ::out_stride],
         torch.empty(*rows).transpose(1, 2),
         softmax_scale=0.1,
         causal=options["causal"],
@@ -109,8 +112,9 @@ def test_compiles_without_spills(kernels, case):
     config = decode.decode_config(
         *(batch, seqlen_q * heads), page_size=options["page_size"], capacity=capacity
     )
-    # 64 rows of strided outputs keep a few words in memory, outside the loop over tiles.
-    assert stats.spills <= (6 if config.row_tile == 64 and options["out_stride"] > 1 else 0)
+    # 32 and more rows of strided outputs keep a few words in memory, outside the loop over tiles.
+    few = 12 if out_dtype == torch.float32 else 6
+    assert stats.spills <= (few if config.row_tile >= 32 and out_stride > 1 else 0)
     words = re.findall(r"HGMMA|LDL|STL", stats.sass)
     products = [index for index, word in enumerate(words) if word == "HGMMA"]
     assert len(products) == products[-1] - products[0] + 1

@@ -47,6 +47,14 @@ def test_every_pair_and_dtype(pair, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_float32_out_is_not_rounded(dtype):
+    """Split and whole sequences, strided: within float32's budget of float64."""
+    inputs = make_decode_inputs((700, 0, 65), seqlen_q=2, num_heads_q=3, dtype=dtype, **SMALL)
+    out = torch.full((3, 3, 2, 131), POISON)[..., :128].transpose(1, 2)
+    check(inputs, attn_sink=torch.linspace(-2, 2, 3), out=out)
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128, 256, 48])
 def test_every_page_size_with_queries_that_see_nothing(page_size, causal):

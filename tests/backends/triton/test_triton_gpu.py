@@ -17,7 +17,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def check(lengths=RAGGED, *, causal=True, sink=False, **options):
-    """Compare a call with float64, three times bit for bit, and into the caller's tensors."""
+    """Compare a call with float64, three times bit for bit, and into the caller's tensors.
+
+    A float32 out has only the rounding of the weights: at most 0.71 of the error with out's.
+    """
     inputs = make_decode_inputs(lengths, device=DEVICE, **options)
     heads, seqlen_q = inputs.q.shape[2], inputs.q.shape[1]
     attn_sink = torch.linspace(-2.0, 2.0, heads, device=DEVICE) if sink else None
@@ -46,6 +49,11 @@ def check(lengths=RAGGED, *, causal=True, sink=False, **options):
     for again in results[1:]:
         assert torch.equal(again.out, results[0].out)
         assert torch.equal(again.lse, results[0].lse)
+    out, lse = (torch.full_like(x, torch.nan, dtype=torch.float32) for x in results[0])
+    mla_ops.mla_decode(*inputs[:4], backend=BACKEND, **given, out=out, lse=lse)
+    assert torch.equal(lse, results[0].lse)
+    error, rounded = ((x - expected).norm().item() for x in (out, results[0].out))
+    assert error <= (1.0 if inputs.q.dtype == torch.float32 else 0.75) * rounded
 
 
 @pytest.mark.parametrize("pair", LATENT_ROPE_PAIRS, ids=lambda pair: f"{pair[0]}_{pair[1]}")
