@@ -13,7 +13,6 @@ from mla_ops.integrations.transformers_pool import MLAStaticLayer
 from mla_ops.nn.absorb import absorb_q, expand_out, expand_wide_out, split_kv_b
 from mla_ops.ops.append import append_kv_
 from mla_ops.ops.decode import mla_decode
-from mla_ops.ops.metadata import MLAMetadata, default_num_sm_parts
 from mla_ops.shapes import MAX_SEQLEN_Q
 
 __all__ = ["expanded_attention", "paged_attention", "sparse_attention"]
@@ -217,15 +216,7 @@ def _decode(
     scaling: float,
     s_aux: Tensor | None,
 ) -> Tensor:
-    batch, heads, seqlen, _ = query.shape
-    if layer.leads:
-        metadata = layer.metadata.update(lengths, seqlen_q=seqlen)
-    else:
-        parts = default_num_sm_parts(query.device, heads, seqlen)
-        metadata = MLAMetadata(
-            layer.metadata.tile_scheduler_metadata.narrow(0, 0, parts),
-            layer.metadata.num_splits.narrow(0, 0, batch + 1),
-        )
+    batch, heads, _, _ = query.shape
     w_uk, w_uv = _up_projections(module, heads)
     return _expanded_decode(
         w_uv,
@@ -233,7 +224,6 @@ def _decode(
         layer.kv_cache,
         layer.block_table.narrow(0, 0, batch),
         lengths,
-        metadata,
         softmax_scale=scaling,
         head_dim_v=layer.latent_dim,
         attn_sink=None if s_aux is None else s_aux.float(),
@@ -275,7 +265,10 @@ def _decode_selected(
 def _expanded_decode(
     w_uv: Tensor, q: Tensor, *args: Any, head_dim_v: int, **kwargs: Any
 ) -> Tensor:
-    """Call ``mla_decode`` and expand its latents, which stay float32 if ``q`` has 16 bits."""
+    """Call ``mla_decode`` and expand its latents, which stay float32 if ``q`` has 16 bits.
+
+    No schedule is passed: flash_mla, the one backend that reads it, writes no float32.
+    """
     if q.dtype not in (torch.bfloat16, torch.float16):
         latents = mla_decode(q, *args, head_dim_v=head_dim_v, **kwargs).out
         return expand_out(latents, w_uv)

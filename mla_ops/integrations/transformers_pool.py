@@ -9,10 +9,9 @@ from torch import Tensor
 from transformers import cache_utils
 
 from mla_ops._torch import mark_static_address
-from mla_ops.cache import MLAMetadataBuffers, PagedKVCache
+from mla_ops.cache import PagedKVCache
 from mla_ops.errors import CacheCapacityError
 from mla_ops.integrations.transformers_layers import MLALayer
-from mla_ops.shapes import MAX_SEQLEN_Q
 
 __all__ = ["PAGED", "PAGED_INDEXED", "MLAIndexedStaticLayer", "MLAStaticLayer", "SharedState"]
 
@@ -28,7 +27,7 @@ _StaticIndexedLayer: Any = cache_utils.StaticIndexedLayer
 
 
 class SharedState:
-    """What the MLA layers of one device share: pools, table, schedule and the position."""
+    """What the MLA layers of one device share: pools, table and the position."""
 
     def __init__(
         self, layers: list[MLALayer], batch: int, length: int, page_size: int, dtype: torch.dtype
@@ -45,12 +44,6 @@ class SharedState:
         # Row b owns the pages [b * M, (b + 1) * M) for life: its slots are b * M * P + position.
         for row in range(batch):
             self.paged.allocate(row, length)
-        self.metadata = MLAMetadataBuffers(
-            batch,
-            num_heads_q=first.num_heads_q,
-            max_seqlen_q=MAX_SEQLEN_Q,
-            device=first.device,
-        )
         self.position = torch.zeros((), dtype=torch.int64, device=first.device)
         mark_static_address(self.position)
 
@@ -69,7 +62,6 @@ class MLAStaticLayer(_StaticLayer):  # type: ignore[misc]
         self.leads = leads
         self.kv_cache = shared.paged.kv_cache(index)
         self.block_table = shared.paged.block_table
-        self.metadata = shared.metadata
         self.cumulative_length = shared.position
         self.latent_dim = shared.paged.latent_dim
         self.max_batch_size, max_pages = self.block_table.shape

@@ -75,9 +75,8 @@ DENSE_ONLY = {"first_k_dense_replace": 9}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_inductor_copies_no_pool(dtype):
     measured = inductor("deepseek_v3", dtype)
-    metadata = [n for name, n in measured.launches.items() if "mla_metadata" in name]
-    # One schedule a step, whatever the number of layers.
-    assert sum(metadata) == 1
+    # No backend that serves these models reads a schedule.
+    assert not any("mla_metadata" in name for name in measured.launches)
 
 
 @pytest.mark.slow
