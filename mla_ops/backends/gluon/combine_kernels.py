@@ -160,7 +160,7 @@ def _mla_combine_kernel(
     SINK: gl.constexpr,
     PDL: gl.constexpr,
     SPLIT: gl.constexpr,
-    MANY: gl.constexpr,
+    MOST: gl.constexpr,
     NW: gl.constexpr,
 ):
     b = gl.program_id(0) // RG
@@ -179,21 +179,21 @@ def _mla_combine_kernel(
     out_row_ptr = out_ptr + b.to(gl.int64) * out_stride_b
     lse_row_ptr = lse_ptr + b.to(gl.int64) * lse_stride_b
     if parts > 1:
-        if (not MANY) or parts <= 8:
+        if MOST == 8 or parts <= 8:
             _combine_units(
                 *(part_out_ptr, part_lse_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
                 *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
                 *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
                 *(N, RG, SLOTS, SINK, SPLIT, NW, 8, 64),
             )
-        elif parts <= 32:
+        elif MOST == 32 or parts <= 32:
             _combine_units(
                 *(part_out_ptr, part_lse_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
                 *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
                 *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
                 *(N, RG, SLOTS, SINK, SPLIT, NW, 32, 32),
             )
-        elif parts <= 64:
+        elif MOST == 64 or parts <= 64:
             _combine_units(
                 *(part_out_ptr, part_lse_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
                 *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),

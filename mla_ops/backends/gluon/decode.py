@@ -42,7 +42,7 @@ class DecodeConfig(NamedTuple):
     decode_warps: int
     combine_warps: int
     combine_splits: int
-    many_parts: bool
+    most_parts: int  # the combine kernel's longest pass over the parts of a sequence
 
 
 def decode_config(
@@ -83,12 +83,17 @@ def decode_config(
     # and eight are done sooner with up to three tiles a block.
     few = batch_size * ceil_div(capacity, TILE_TOKENS) <= 3 * workers
     wide = page_size < TILE_TOKENS or bucket > 1024 or few
+    combine_warps = 2 if blocks * row_tile <= _FEW_ROWS and row_tile < 64 else 4
+    # Fewer parts at once take fewer registers: where that many warps wait, all of them then fit
+    # beside the decode kernel. A sequence of more parts, among shorter ones, takes more passes.
+    crowded = blocks * splits * combine_warps > 6 * multiprocessors
+    many = workers > 8 and blocks <= 32
     return DecodeConfig(
         *(row_tile, groups, bucket, workers),
         decode_warps=8 if row_tile == 64 or (row_tile == 32 and wide) else 4,
-        combine_warps=2 if blocks * row_tile <= _FEW_ROWS and row_tile < 64 else 4,
+        combine_warps=combine_warps,
         combine_splits=splits,
-        many_parts=workers > 8 and blocks <= 32,
+        most_parts=8 if not many else 128 if not crowded else 32 if parts <= 32 else 64,
     )
 
 
@@ -184,7 +189,7 @@ def _launch(
     _mla_combine_kernel[(batch * config.row_groups, config.combine_splits)](
         *(cache_seqlens, sink, out, lse, part_out, part_lse, *shared, workers, *strides),
         SPLIT=config.combine_splits,
-        MANY=config.many_parts,
+        MOST=config.most_parts,
         NW=config.combine_warps,
         num_warps=config.combine_warps,
         **options,
