@@ -105,7 +105,7 @@ def test_the_report_names_every_backend_with_its_reasons():
     ("sizes", "order", "choice"),
     [
         ({}, ("gluon", "triton", "flash_mla"), "gluon"),
-        ({"batch_size": 128}, ("flash_mla", "gluon", "triton"), "flash_mla"),
+        ({"batch_size": 128, "num_heads_q": 128}, ("flash_mla", "gluon", "triton"), "flash_mla"),
         ({"batch_size": 32, "num_heads_q": 8, "max_seq_len": 512}, None, "gluon"),
     ],
 )

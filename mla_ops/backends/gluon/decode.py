@@ -80,9 +80,9 @@ def decode_config(
         splits = 2 * row_tile if parts > 8 else row_tile
     bucket = next(size for size in _BATCH_BUCKETS if batch_size <= size)
     # Four warps hold 32 rows, but neither the places of many small pages nor a long plan beside;
-    # and eight are done sooner with up to three tiles a block.
-    few = batch_size * ceil_div(capacity, TILE_TOKENS) <= 3 * workers
-    wide = page_size < TILE_TOKENS or bucket > 1024 or few
+    # and eight are done sooner with a single tile a block.
+    single = batch_size * ceil_div(capacity, TILE_TOKENS) <= workers
+    wide = page_size < TILE_TOKENS or bucket > 1024 or single
     combine_warps = 2 if blocks * row_tile <= _FEW_ROWS and row_tile < 64 else 4
     # Fewer parts at once take fewer registers: where that many warps wait, all of them then fit
     # beside the decode kernel. A sequence of more parts, among shorter ones, takes more passes.
