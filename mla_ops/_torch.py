@@ -45,7 +45,10 @@ def below_autograd() -> AbstractContextManager[Any]:
 
 
 def bound_call(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calling an operator calls, or ``op`` itself; a Python frame less a call."""
+    """Return the C++ function that calling an operator runs, which saves a Python frame.
+
+    ``op`` itself where torch hides it, or where it is none.
+    """
     call: Callable[..., Any] = getattr(op, "_op", op)
     return call
 

@@ -96,7 +96,8 @@ mla_decode(q, kv_cache, block_table, cache_seqlens, metadata=None, *, softmax_sc
     backend='auto', out=None, lse=None)
 merge_states(outs, lses)
 backend_report(*, device=None, dtype=torch.bfloat16, batch_size=1, seqlen_q=1,
-    num_heads_q=16, head_dim=576, head_dim_v=512, page_size=64, max_seq_len=4096)
+    num_heads_q=16, head_dim=576, head_dim_v=512, page_size=64, max_seq_len=4096,
+    out_dtype=None)
 explain(fn, *args, steps=3, mode='reduce-overhead', strict=False, inputs=None,
     big_bytes=1048576, **kwargs)
 MLAMetadataBuffers.__init__(max_batch_size, *, num_heads_q, max_seqlen_q=1, num_heads_k=1,

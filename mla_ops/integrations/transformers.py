@@ -8,8 +8,9 @@ transformers caches the latents of Multi-head Latent Attention but expands all o
 
 What is promised: in float32 and float64 the same greedy tokens as without the patch, and logits
 within 1e-5 of tiny models' in float32; in 16 bits tokens may differ, and the error against
-float32 is on average no larger than the unpatched model's: latents stay float32 until W_UV has
-been applied, which FlashMLA cannot do, so that it is not used there. Only static caches decode
+float32 is on average no larger than the unpatched model's: latents stay float32 (on CUDA two
+16-bit numbers each) until W_UV has been applied, which FlashMLA cannot write, so that it is not
+used there. Only static caches decode
 absorbed. Prefill, dynamic caches and calls without a cache run the model's own expansion with
 SDPA.
 """
@@ -239,6 +240,7 @@ def _report(model: nn.Module, served: list[MLALayer], skipped: list[SkippedLayer
         num_heads_q=first.num_heads_q,
         head_dim=first.kv_lora_rank + first.qk_rope_head_dim,
         head_dim_v=first.kv_lora_rank,
+        out_dtype=torch.float32 if dtype.itemsize == 2 else None,
     )
     size = torch.empty((), dtype=dtype).element_size()
     width = sum(layer.kv_lora_rank + layer.qk_rope_head_dim for layer in served)

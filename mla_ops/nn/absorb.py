@@ -57,10 +57,11 @@ def expand_wide_out(out_latent: Tensor, w_uv: Tensor) -> Tensor:
     """Project float32 attention over latents to 16-bit values, rounding once at the end.
 
     On CUDA the latents are two 16-bit numbers each, their leading bits and the rest, so that one
-    product on tensor cores reads the weight once, as it is, and keeps 15 bits of them or more.
+    product on tensor cores reads the weight once, as it is, and keeps 15 bits of them or more;
+    in float16 to an absolute 2**-25.
 
     Args:
-        out_latent: [..., H, latent] float32.
+        out_latent: [..., H, latent] float32, finite and within the range of w_uv's dtype.
         w_uv: [H, v, latent] bfloat16 or float16.
 
     Returns:
@@ -73,7 +74,7 @@ def expand_wide_out(out_latent: Tensor, w_uv: Tensor) -> Tensor:
     parts = torch.cat(_halves(rows, w_uv.dtype), dim=1)  # [H, 2 n, latent]
     product = torch.bmm(parts, w_uv.transpose(1, 2), out_dtype=torch.float32)
     high, low = product.chunk(2, dim=1)
-    return (high + low).to(w_uv.dtype).transpose(0, 1).reshape(*leading, heads, -1)
+    return (high + low).to(w_uv.dtype).transpose(0, 1).reshape(*leading, heads, w_uv.shape[1])
 
 
 def _halves(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

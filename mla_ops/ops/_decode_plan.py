@@ -86,8 +86,13 @@ def plan_decode(args: Any) -> DecodePlan:
 
 
 def _note(plan: DecodePlan, args: Any) -> None:
-    """Remember a plan as recent; pay for its guard the second time in a row only."""
+    """Remember a plan as recent; pay for its guard the second time in a row only.
+
+    A call without a schedule has none: torch's guard takes six tensors.
+    """
     global recent
+    if args[4] is None or args[5] is None:
+        return
     fits = None
     if recent.plan is plan and recent.fits is _never:
         special = any(argument is not None for argument in args[9:12])

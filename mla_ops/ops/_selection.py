@@ -216,6 +216,7 @@ def backend_report(
     head_dim_v: int = 512,
     page_size: int = 64,
     max_seq_len: int = 4096,
+    out_dtype: torch.dtype | None = None,
 ) -> BackendReport:
     """Report for each backend whether it runs such a decode call here, and if not, every reason.
 
@@ -229,6 +230,7 @@ def backend_report(
         head_dim_v: V, the latent.
         page_size: P.
         max_seq_len: tokens the block table has room for.
+        out_dtype: dtype of the caller's ``out``; None means that of q.
 
     Returns:
         BackendReport: print it, or read ``reasons`` and ``choice``.
@@ -246,6 +248,7 @@ def backend_report(
         *(torch.device(device), dtype, dtype, batch_size, seqlen_q, num_heads_q),
         *(head_dim, head_dim_v, batch_size * max_pages, page_size, max_pages),
         *(page_size * head_dim, head_dim),
+        out_dtype=out_dtype,
     )
     reasons = {name: tuple(reasons_against(name, shape)) for name in BACKENDS}
     return BackendReport(shape, reasons, _best(shape), _preferences(shape), _why(shape))

@@ -25,6 +25,7 @@ def warmup(
     rope_dim: int = 64,
     page_size: int = 64,
     dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
     causal: bool = True,
     attn_sink: bool = False,
     backend: str = "auto",
@@ -46,6 +47,8 @@ def warmup(
         rope_dim: D - V.
         page_size: P.
         dtype: dtype of q and of the cache.
+        out_dtype: dtype of the ``out`` that the model passes, as patched transformers models of 16
+            bits pass float32; None: it passes none.
         causal: as the model will call ``mla_decode``.
         attn_sink: whether the model gives sinks.
         backend: as the model will name it.
@@ -82,6 +85,11 @@ def warmup(
             slots = torch.full((batch * seqlen_q,), -1, dtype=torch.int64, device=device)
             tokens = kv_cache.new_zeros((batch * seqlen_q, head_dim))
             append_kv_(kv_cache, tokens[:, :latent_dim], tokens[:, latent_dim:], slots)
+            shape = (batch, seqlen_q, num_heads_q, latent_dim)
+            out = None if out_dtype is None else kv_cache.new_empty(shape, dtype=out_dtype)
+            lse = (
+                None if out is None else torch.empty((batch, num_heads_q, seqlen_q), device=device)
+            )
             mla_decode(
                 kv_cache.new_zeros((batch, seqlen_q, num_heads_q, head_dim)),
                 kv_cache,
@@ -93,4 +101,6 @@ def warmup(
                 causal=causal,
                 attn_sink=sink,
                 backend=backend,
+                out=out,
+                lse=lse,
             )

@@ -102,15 +102,20 @@ def test_without_a_static_cache_the_model_computes_what_it_did(model, kwargs):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes"), [("youtu", {}), ("deepseek_v32", {"index_topk": 24})]
+    ("model_type", "dtype", "changes"),
+    [
+        ("youtu", torch.bfloat16, {}),
+        ("youtu", torch.float16, {}),
+        ("deepseek_v32", torch.bfloat16, {"index_topk": 24}),
+    ],
 )
-def test_bfloat16_error_against_float32_is_no_larger_than_the_model_s(model_type, changes):
-    """Symptom: 2 to 4 % more when the latents were rounded to bfloat16 before W_UV."""
+def test_error_against_float32_is_no_larger_than_the_model_s(model_type, dtype, changes):
+    """Symptom: 2 to 4 % more when the latents were rounded to 16 bits before W_UV."""
     if not known(model_type):
         pytest.skip(f"this transformers has no {model_type}")
     errors = []
     for seed in range(24):
-        low = tiny_model(model_type, seed=seed, dtype=torch.bfloat16, **changes)
+        low = tiny_model(model_type, seed=seed, dtype=dtype, **changes)
         ids = torch.randint(2, 97, (2, 24))
         mask = torch.ones_like(ids)
         reference = teacher_forced(copy.deepcopy(low).float(), ids, mask)
@@ -123,7 +128,7 @@ def test_bfloat16_error_against_float32_is_no_larger_than_the_model_s(model_type
         errors.append([((x - reference).pow(2).mean().sqrt() / size) for x in (ours, plain)])
     error, allowed = torch.tensor(errors).mean(0)
     assert error <= allowed
-    assert allowed > 1e-3
+    assert allowed > 1e-4
 
 
 def teacher_forced(model, ids, mask, prompt=8):

@@ -121,6 +121,8 @@ def test_on_cuda_the_weights_are_read_once_as_they_are(dtype):
         latents = torch.empty(3, 2, 16, 256, device="cuda")
         w_uv = torch.empty(16, 192, 256, dtype=dtype, device="cuda").narrow(1, 128, 64)
         assert expand_wide_out(latents, w_uv).shape == (3, 2, 16, 64)
+        nothing = torch.empty(0, 2, 16, 256, device="cuda")
+        assert expand_wide_out(nothing, w_uv).shape == (0, 2, 16, 64)
         nodes = make_fx(expand_wide_out)(latents, w_uv).graph.nodes
     (product,) = (n for n in nodes if n.target is torch.ops.aten.bmm.dtype)
     assert product.args[0].meta["val"].shape == (16, 12, 256)

@@ -34,6 +34,20 @@ def test_runs_each_batch_size_as_the_model_will(monkeypatch):
     ]
 
 
+def test_runs_the_form_with_the_caller_s_outputs(monkeypatch):
+    dtypes = []
+
+    def recorded(*args, out, lse, **options):
+        dtypes.append(out.dtype)
+        return mla_ops.mla_decode(*args, out=out, lse=lse, **options)
+
+    monkeypatch.setattr(_warmup, "mla_decode", recorded)
+    mla_ops.warmup(
+        num_heads_q=3, batch_sizes=(2,), max_seq_len=64, out_dtype=torch.float32, device="cpu"
+    )
+    assert dtypes == [torch.float32]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -19,6 +19,8 @@ _ROPES = (0, 64)
 _MAX_BATCH = 4096
 # TMA coordinates are int32 rows of the pool.
 _MAX_ROWS = 2**31
+# Tokens of absent pages are taken to lie beyond.
+_MAX_TOKENS = 2**30
 # TMA strides are multiples of 16 bytes.
 _STRIDE_BYTES = 16
 
@@ -63,8 +65,10 @@ def unsupported(shape: DecodeShape) -> list[str]:
         reasons.append(f"page_size must be 16, 32 or a multiple of 64, is {shape.page_size}")
     if shape.batch_size > _MAX_BATCH:
         reasons.append(f"batch size must be at most {_MAX_BATCH}, is {shape.batch_size}")
-    if shape.max_pages * shape.page_size >= _MAX_ROWS:
-        reasons.append(f"block_table must cover fewer than 2**31 tokens, has {shape.max_pages}")
+    if shape.max_pages * shape.page_size >= _MAX_TOKENS:
+        reasons.append(
+            f"block_table must cover fewer than 2**30 tokens, has {shape.max_pages} pages"
+        )
     return reasons + _against_strides(shape)
 
 

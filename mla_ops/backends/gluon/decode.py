@@ -84,17 +84,23 @@ def decode_config(
     single = batch_size * ceil_div(capacity, TILE_TOKENS) <= workers
     wide = page_size < TILE_TOKENS or bucket > 1024 or single
     combine_warps = 2 if blocks * row_tile <= _FEW_ROWS and row_tile < 64 else 4
-    # Fewer parts at once take fewer registers: where that many warps wait, all of them then fit
-    # beside the decode kernel. A sequence of more parts, among shorter ones, takes more passes.
-    crowded = blocks * splits * combine_warps > 6 * multiprocessors
+    # Fewer parts at once take fewer registers: where many warps wait, more of them then fit beside
+    # a decode kernel of four warps. A sequence of more parts than usual takes several passes.
+    waiting = blocks * splits * combine_warps
     many = workers > 8 and blocks <= 32
     return DecodeConfig(
         *(row_tile, groups, bucket, workers),
         decode_warps=8 if row_tile == 64 or (row_tile == 32 and wide) else 4,
         combine_warps=combine_warps,
         combine_splits=splits,
-        most_parts=8 if not many else 128 if not crowded else 32 if parts <= 32 else 64,
+        most_parts=_most_parts(parts, spread=waiting <= 6 * multiprocessors) if many else 8,
     )
+
+
+def _most_parts(parts: int, *, spread: bool) -> int:
+    if spread:
+        return 128
+    return 32 if parts <= 32 else 64
 
 
 def _row_tile(batch_size: int, num_rows: int, capacity: int) -> int:
@@ -131,8 +137,11 @@ def mla_decode_out(
     """Write softmax(scale * q k^T) v over the keys each query sees; plans on the device.
 
     Raises:
-        ValueError: kv_cache does not begin at a multiple of 16 bytes.
+        ValueError: kv_cache does not begin at a multiple of 16 bytes, or the rows of a sequence
+            are more than 2**31 elements apart.
     """
+    for name, tensor in (("q", q), ("out", out), ("lse", lse)):
+        _check_span(name, tensor)
     if kv_cache.data_ptr() % 16:
         raise ValueError(
             "mla_decode: kv_cache must begin at a multiple of 16 bytes for backend 'gluon', got "
@@ -143,6 +152,16 @@ def mla_decode_out(
             *(q, kv_cache, block_table, cache_seqlens, out, lse, attn_sink),
             qk_scale=softmax_scale * math.log2(math.e),
             causal=causal and q.shape[1] > 1,
+        )
+
+
+def _check_span(name: str, tensor: Tensor) -> None:
+    """Refuse a sequence of such an extent: its rows are addressed by 32 bits."""
+    span = sum((tensor.shape[dim] - 1) * tensor.stride(dim) for dim in range(1, tensor.dim()))
+    if span >= 2**31:
+        raise ValueError(
+            f"mla_decode: {name} must hold a sequence within 2**31 elements for backend 'gluon', "
+            f"got strides {tuple(tensor.stride())} (use backend='triton', or another layout)"
         )
 
 

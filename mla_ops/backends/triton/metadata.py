@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mla_ops._torch import on_device_of
 from mla_ops.backends.triton.launch import INTERPRETED
-from mla_ops.backends.triton.metadata_hops import hops_of, walk
+from mla_ops.backends.triton.metadata_hops import RESIDUES, hops_of, walk
 from mla_ops.backends.triton.metadata_line import (
     DISTANCES,
     NONE,
@@ -48,9 +48,9 @@ _MOST_BLOCKS = tl.constexpr(2**26)
 _ROWS = 16 if INTERPRETED else 1
 # Runs, and the short cut for equal requests, cost four more registers a request.
 _LARGEST_WITH_RUNS = 1024
-# Below a quota of sqrt(_CROWDED * batch) all snaps at once are found sooner than one by one.
+# Below a quota of sqrt(_SHORT * batch) all snaps at once are found sooner than one by one.
 # Source: variants timed on an H200, lengths of scripts/bench_metadata.py and up to 1500.
-_CROWDED = tl.constexpr(4)
+_SHORT = tl.constexpr(4)
 
 
 # Longer than 50 lines: what the walk carries stays in registers only inside one function.
@@ -132,9 +132,10 @@ def _mla_metadata_kernel(
         own_moved = (request + 1) // every * shift
         rest = remainder(ends - moved, grid, reciprocal)
         snap = total * 0 + NONE
-    if HOPS > 0:  # noqa: SIM102 (decided when the kernel is compiled)
+    if HOPS > 0:
         # OVERHEAD of quota boundaries snap: many, and each of them soon after another.
-        if (snap != NONE) & (quota * quota < _CROWDED * batch):
+        short = (quota < RESIDUES) & (quota * quota < _SHORT * batch)
+        if (snap != NONE) & short:
             residue = remainder(ends - cost, grid, reciprocal).to(tl.int32)
             hops = hops_of(residue, quota, index, batch, OVERHEAD, BLOCK)
             moved = walk(hops, tl.minimum(index + 1, batch - 1), BLOCK, HOPS) // BLOCK

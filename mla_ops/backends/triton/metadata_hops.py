@@ -11,7 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["hops_of", "walk"]
+__all__ = ["RESIDUES", "hops_of", "walk"]
+
+# Residues are packed as bytes.
+RESIDUES = tl.constexpr(256)
 
 
 @triton.jit
@@ -20,7 +23,7 @@ def hops_of(residue, quota, index, batch, OVERHEAD: tl.constexpr, BLOCK: tl.cons
 
     Args:
         residue: where requests begin on the line, modulo the quota.
-        quota: blocks of a part, at most 255: residues are packed as bytes.
+        quota: blocks of a part, below RESIDUES.
         index: 0, 1, ... BLOCK - 1.
         batch: requests; beyond them nothing is read.
         OVERHEAD: how far behind the grid a boundary moves it.

@@ -78,14 +78,26 @@ def test_equals_the_serial_walk(seed):
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize(("batch", "parts"), [(33, 132), (100, 66), (128, 132), (300, 132)])
+@pytest.mark.parametrize(("batch", "parts"), [(33, 30), (100, 66), (128, 132), (300, 132)])
 def test_many_short_requests(batch, parts):
     """Nearly every part ends at a request of its own distance: the walk goes by doubling."""
     rng = random.Random(batch)
-    for longest in (64, 200, 600):
+    for longest in (200, 400):
         lengths = [rng.randint(0, longest) for _ in range(batch)]
+        blocks = sum(max(length - 1, 0) // 64 + 1 for length in lengths)
+        quota = -(-(blocks + 5 * batch) // parts)
+        assert 5 < quota < (metadata._SHORT.value * batch) ** 0.5
         check(lengths, parts)
         check([*lengths[:-1], 5000], parts, "balanced", overhead=3)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("quota", [46341, 65536])
+def test_quotas_whose_square_is_no_int32(quota):
+    """Symptom: the square wrapped to a small number, and residues did not fit their bytes."""
+    cuts = [quota + 3, quota + 3000, 2 * quota + 4, 2 * quota + 4000, 3 * quota]
+    costs = [end - begin for begin, end in zip([0, *cuts], cuts, strict=False)]
+    check([64 * (cost - 5) for cost in costs], 3)
 
 
 @pytest.mark.parametrize("batch", [1, 33, 128, 511, 600])
