@@ -24,7 +24,8 @@ def _load_page(table_row_ptr, page, length, P: gl.constexpr):
 def load_pages(block_table_ptr, table_stride, b, tile, length, P: gl.constexpr):
     """Load the block table's entries for a tile (four, of which 64 / P count).
 
-    Nothing may depend on them until a tile later: behind the copies in flight they take a while.
+    In the loop nothing depends on them until a tile later: behind the copies in flight they take a
+    while.
     """
     table_row_ptr = block_table_ptr + b.to(gl.int64) * table_stride
     if P >= TILE:
