@@ -86,19 +86,25 @@ def plan_decode(args: Any) -> DecodePlan:
 
 
 def _note(plan: DecodePlan, args: Any) -> None:
-    """Remember a plan as recent; pay for its guard the second time in a row only.
-
-    A call without a schedule has none: torch's guard takes six tensors.
-    """
+    """Remember a plan as recent; pay for its guard the second time in a row only."""
     global recent
-    if args[4] is None or args[5] is None:
-        return
     fits = None
     if recent.plan is plan and recent.fits is _never:
         special = any(argument is not None for argument in args[9:12])
         if not special and not (args[0].data_ptr() | args[1].data_ptr()) % 16:
-            fits = layout_guard(args[:6])
+            fits = layout_guard(args[:6]) or _guard_without_schedule(args)
     recent = RecentPlan(fits or _never, args[7], args[12], plan)
+
+
+def _guard_without_schedule(args: Any) -> Callable[..., bool] | None:
+    check = layout_guard(args[:4])
+    if check is None or args[4] is not None or args[5] is not None:
+        return None
+
+    def fits(q: Any, kv: Any, table: Any, lengths: Any, rows: Any, splits: Any) -> bool:
+        return rows is None and splits is None and check(q, kv, table, lengths)
+
+    return fits
 
 
 def plan_decode_out(args: Any) -> DecodePlan:

@@ -172,14 +172,16 @@ def test_the_address_of_a_cache_is_part_of_its_layout():
         assert any("multiple of 16 bytes" in reason for reason in reasons) == refused
 
 
-def test_a_layout_met_again_and_again_is_told_from_every_other(monkeypatch):
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_a_layout_met_again_and_again_is_told_from_every_other(monkeypatch, scheduled):
     """The fourth call in a row takes the short cut; nothing that differs may take it, too."""
     planned = []
     plan = decode.plan_decode
     monkeypatch.setattr(decode, "plan_decode", lambda args: planned.append(args) or plan(args))
     inputs = make_decode_inputs((0, 1, 65))
     metadata = mla_ops.mla_metadata(inputs.cache_seqlens, num_heads_q=16)
-    arguments = [*inputs[:4], *metadata, 0.1, 512, True, None, None, None, "auto"]
+    schedule = metadata if scheduled else (None, None)
+    arguments = [*inputs[:4], *schedule, 0.1, 512, True, None, None, None, "auto"]
     memory = torch.zeros(inputs.kv_cache.numel() + 3, dtype=inputs.kv_cache.dtype)
     changes = [
         (0, inputs.q[:, :, :8]),
@@ -187,7 +189,6 @@ def test_a_layout_met_again_and_again_is_told_from_every_other(monkeypatch):
         (1, inputs.kv_cache[:-1]),
         (1, memory[3:].view(inputs.kv_cache.shape)),
         (2, inputs.block_table[:, :1]),
-        (4, metadata.tile_scheduler_metadata[:8]),
         (9, torch.zeros(16)),
         (12, "reference"),
     ]
@@ -199,6 +200,10 @@ def test_a_layout_met_again_and_again_is_told_from_every_other(monkeypatch):
         (7, 500),
         (10, torch.ones(1)),
     ]
+    if scheduled:
+        changes.append((4, metadata.tile_scheduler_metadata[:8]))
+    else:
+        refused.append((4, metadata.tile_scheduler_metadata))
     operator = torch.ops.mla_ops.mla_decode.default
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
