@@ -56,6 +56,8 @@ class DecodeShape(NamedTuple):
     aligned_cache: bool = True
     # dtype of the caller's out; None where the call returns one, in the dtype of q.
     out_dtype: torch.dtype | None = None
+    # Elements from the first row of a sequence to its last one, in q or in the caller's outputs.
+    sequence_span: int = 0
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

@@ -94,11 +94,8 @@ def mla_decode_out(
         logits = _logits(q[b], keys, chunk).mul_(softmax_scale)
         if hidden is not None:
             logits.masked_fill_(hidden, -torch.inf)
-        _attend(
-            *(logits, keys[:, :head_dim_v], chunk, out[b], lse[b]),
-            causal=causal,
-            attn_sink=attn_sink,
-        )
+        arguments = (logits, keys[:, :head_dim_v], chunk, out[b], lse[b])
+        _attend(*arguments, causal=causal, attn_sink=attn_sink)
 
 
 def _logits(q: Tensor, keys: Tensor, chunk: Tensor) -> Tensor:

@@ -150,8 +150,7 @@ def prepare_decode(
     if tile_scheduler_metadata is not None:
         _check_rows(q, tile_scheduler_metadata)
     decode, extra = bound_call(api.decode), api.extra
-    strides = lse_strides(q.shape[1], q.shape[2])
-    several = torch.cuda.device_count() > 1
+    strides, several = lse_strides(q.shape[1], q.shape[2]), torch.cuda.device_count() > 1
 
     def direct(
         q: Tensor,

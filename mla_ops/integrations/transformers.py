@@ -10,9 +10,8 @@ What is promised: in float32 and float64 the same greedy tokens as without the p
 within 1e-5 of tiny models' in float32; in 16 bits tokens may differ, and the error against
 float32 is on average no larger than the unpatched model's: latents stay float32 (on CUDA two
 16-bit numbers each) until W_UV has been applied, which FlashMLA cannot write, so that it is not
-used there. Only static caches decode
-absorbed. Prefill, dynamic caches and calls without a cache run the model's own expansion with
-SDPA.
+used there. Only static caches decode absorbed. Prefill, dynamic caches and calls without a cache
+run the model's own expansion with SDPA.
 """
 
 from __future__ import annotations

@@ -211,17 +211,13 @@ def check_outputs(
             raise ValueError(
                 f"mla_decode: {name} must be on {q.device} like q, got {tensor.device} (move it)"
             )
+    read = [("q", q), ("kv_cache", kv_cache), ("block_table", block_table)]
     refuse_shared_memory(
         "mla_decode",
         [("out", out), ("lse", lse)],
         [
-            ("q", q),
-            ("kv_cache", kv_cache),
-            ("block_table", block_table),
-            ("cache_seqlens", cache_seqlens),
-            ("tile_scheduler_metadata", tile_scheduler_metadata),
-            ("num_splits", num_splits),
-            ("attn_sink", attn_sink),
+            *(*read, ("cache_seqlens", cache_seqlens), ("num_splits", num_splits)),
+            *(("tile_scheduler_metadata", tile_scheduler_metadata), ("attn_sink", attn_sink)),
         ],
         traced=traced,
     )

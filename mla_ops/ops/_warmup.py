@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_ops._torch import inside_graph
 from mla_ops.ops.append import append_kv_
@@ -81,26 +83,37 @@ def warmup(
         kv_cache = torch.zeros((1, page_size, 1, head_dim), dtype=dtype, device=device)
         sink = torch.zeros((num_heads_q,), device=device) if attn_sink else None
         for batch in batches:
-            lengths = torch.ones((batch,), dtype=torch.int32, device=device)
             slots = torch.full((batch * seqlen_q,), -1, dtype=torch.int64, device=device)
             tokens = kv_cache.new_zeros((batch * seqlen_q, head_dim))
             append_kv_(kv_cache, tokens[:, :latent_dim], tokens[:, latent_dim:], slots)
-            shape = (batch, seqlen_q, num_heads_q, latent_dim)
-            out = None if out_dtype is None else kv_cache.new_empty(shape, dtype=out_dtype)
-            lse = (
-                None if out is None else torch.empty((batch, num_heads_q, seqlen_q), device=device)
-            )
-            mla_decode(
-                kv_cache.new_zeros((batch, seqlen_q, num_heads_q, head_dim)),
-                kv_cache,
-                torch.zeros((batch, pages), dtype=torch.int32, device=device),
-                lengths,
-                mla_metadata(lengths, num_heads_q=num_heads_q, seqlen_q=seqlen_q, backend=backend),
-                softmax_scale=1.0,
-                head_dim_v=latent_dim,
-                causal=causal,
-                attn_sink=sink,
-                backend=backend,
-                out=out,
-                lse=lse,
-            )
+            options = {"causal": causal, "attn_sink": sink, "backend": backend}
+            rows = (batch, seqlen_q, num_heads_q)
+            _decode(kv_cache, rows, pages, latent_dim, out_dtype, **options)
+
+
+def _decode(
+    kv_cache: Tensor,
+    rows: tuple[int, int, int],
+    pages: int,
+    latent_dim: int,
+    out_dtype: torch.dtype | None,
+    **options: Any,
+) -> None:
+    batch, seqlen_q, heads = rows
+    lengths = torch.ones((batch,), dtype=torch.int32, device=kv_cache.device)
+    out, lse = None, None
+    if out_dtype is not None:
+        out = kv_cache.new_empty((*rows, latent_dim), dtype=out_dtype)
+        lse = kv_cache.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    mla_decode(
+        kv_cache.new_zeros((*rows, kv_cache.shape[-1])),
+        kv_cache,
+        lengths.new_zeros((batch, pages)),
+        lengths,
+        mla_metadata(lengths, num_heads_q=heads, seqlen_q=seqlen_q, backend=options["backend"]),
+        softmax_scale=1.0,
+        head_dim_v=latent_dim,
+        out=out,
+        lse=lse,
+        **options,
+    )

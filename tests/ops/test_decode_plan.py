@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_ops
 from mla_ops.ops import _decode_plan, decode
@@ -170,6 +171,25 @@ def test_the_address_of_a_cache_is_part_of_its_layout():
     for backend, refused in (("flash_mla", True), ("gluon", True), ("triton", False)):
         reasons = reasons_against(backend, misaligned, probe=False)
         assert any("multiple of 16 bytes" in reason for reason in reasons) == refused
+
+
+@pytest.mark.parametrize("wide", ["q", "out", "lse"])
+def test_the_extent_of_a_sequence_is_part_of_its_shape(wide):
+    """Symptom: offsets of 32 bits wrapped in the Gluon kernel, which read elsewhere."""
+    with FakeTensorMode():
+        inputs = make_decode_inputs((1, 1))
+        tensors = dict(zip(("out", "lse"), outputs(batch=2), strict=True), q=inputs.q)
+        sizes, far = tensors[wide].shape, 2**28
+        strides = [{2: 1024, 16: far}.get(size, 1) for size in sizes]  # B, H, others
+        tensors[wide] = torch.empty_strided(sizes, strides, dtype=tensors[wide].dtype)
+        given = (None, None, 0.1, 512, True, None, None, None, "auto")
+        arguments = (tensors["q"], *inputs[1:4], *given, tensors["out"], tensors["lse"])
+        _, shape = _decode_plan.check_layout(arguments, traced=True)
+    assert shape.sequence_span >= 15 * far > 2**31
+    shape = shape._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    for backend, refused in (("gluon", True), ("triton", False)):
+        reasons = reasons_against(backend, shape, probe=False)
+        assert any("within 2**31 elements" in reason for reason in reasons) == refused
 
 
 @pytest.mark.parametrize("scheduled", [True, False])

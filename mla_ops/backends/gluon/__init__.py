@@ -69,6 +69,11 @@ def unsupported(shape: DecodeShape) -> list[str]:
         reasons.append(
             f"block_table must cover fewer than 2**30 tokens, has {shape.max_pages} pages"
         )
+    if shape.sequence_span >= _MAX_ROWS:
+        reasons.append(
+            "q, out and lse must hold a sequence within 2**31 elements, one of them spans "
+            f"{shape.sequence_span}"
+        )
     return reasons + _against_strides(shape)
 
 

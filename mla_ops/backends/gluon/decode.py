@@ -137,11 +137,8 @@ def mla_decode_out(
     """Write softmax(scale * q k^T) v over the keys each query sees; plans on the device.
 
     Raises:
-        ValueError: kv_cache does not begin at a multiple of 16 bytes, or the rows of a sequence
-            are more than 2**31 elements apart.
+        ValueError: kv_cache does not begin at a multiple of 16 bytes.
     """
-    for name, tensor in (("q", q), ("out", out), ("lse", lse)):
-        _check_span(name, tensor)
     if kv_cache.data_ptr() % 16:
         raise ValueError(
             "mla_decode: kv_cache must begin at a multiple of 16 bytes for backend 'gluon', got "
@@ -152,16 +149,6 @@ def mla_decode_out(
             *(q, kv_cache, block_table, cache_seqlens, out, lse, attn_sink),
             qk_scale=softmax_scale * math.log2(math.e),
             causal=causal and q.shape[1] > 1,
-        )
-
-
-def _check_span(name: str, tensor: Tensor) -> None:
-    """Refuse a sequence of such an extent: its rows are addressed by 32 bits."""
-    span = sum((tensor.shape[dim] - 1) * tensor.stride(dim) for dim in range(1, tensor.dim()))
-    if span >= 2**31:
-        raise ValueError(
-            f"mla_decode: {name} must hold a sequence within 2**31 elements for backend 'gluon', "
-            f"got strides {tuple(tensor.stride())} (use backend='triton', or another layout)"
         )
 
 

@@ -142,7 +142,7 @@ def _mla_decode_kernel(
         )
     b, tile, count = plan_worker(cache_seqlens_ptr, batch, capacity, worker, workers, BP, NW)
     if count > 0:
-        # Small loads before large ones: behind the copies of two tiles they take a microsecond.
+        # Small loads before large ones: they would queue behind the copies of two tiles.
         if BP > 1:
             q_first, q_second, q_third = load_q(
                 *(q_ptr, b, rg, num_rows, num_heads_q),

@@ -117,7 +117,8 @@ def test_compiles_without_spills(kernels, case):
         *(batch, seqlen_q * heads), page_size=options["page_size"], capacity=capacity
     )
     # 32 and more rows of strided outputs keep a few words in memory, outside the loop over tiles.
-    assert stats.spills <= (12 if config.row_tile >= 32 and out_stride > 1 else 0)
+    few = 8 if out_dtype == torch.float32 else 4
+    assert stats.spills <= (few if config.row_tile >= 32 and out_stride > 1 else 0)
     words = re.findall(r"HGMMA|LDL|STL", stats.sass)
     products = [index for index, word in enumerate(words) if word == "HGMMA"]
     assert len(products) == products[-1] - products[0] + 1
@@ -136,31 +137,6 @@ def test_compiles_without_spills(kernels, case):
     # are two warp groups, half of them each.
     scores, values = {0: 32, 64: 36}[options["rope"]], 32 if config.decode_warps == 4 else 16
     assert len(re.findall("HGMMA", stats.sass)) == scores + values
-
-
-@pytest.mark.parametrize("name", ["q", "out", "lse"])
-def test_refuses_rows_that_are_too_far_apart(kernels, name):
-    """Symptom: offsets of 32 bits wrapped, and the kernel read elsewhere."""
-    batch, heads, far = 2, 128, 2**25
-    tensors = {
-        "q": torch.empty(batch, 1, heads, 576, dtype=torch.bfloat16, device="meta"),
-        "out": torch.empty(batch, 1, heads, 512, dtype=torch.bfloat16, device="meta"),
-        "lse": torch.empty(batch, 1, heads, device="meta").transpose(1, 2),
-    }
-    shape = tensors[name].shape
-    strides = [far if size == heads else 1 for size in shape]
-    tensors[name] = torch.empty_strided(shape, strides, dtype=tensors[name].dtype, device="meta")
-    table = torch.empty(batch, 4, dtype=torch.int32)
-    with pytest.raises(ValueError, match=rf"{name} must hold a sequence within 2\*\*31"):
-        decode.mla_decode_out(
-            tensors["q"],
-            torch.empty(2, 64, 1, 576, dtype=torch.bfloat16),
-            *(table, table[:, 0], None, None, tensors["out"], tensors["lse"]),
-            softmax_scale=0.1,
-            causal=False,
-            attn_sink=None,
-        )
-    assert not kernels[0].launches
 
 
 def shape(**change):
@@ -190,6 +166,7 @@ def test_supports_page_size(page_size):
         ({"page_stride": 64 * 576 + 8}, "page stride"),
         ({"num_pages": 2**25}, r"2\*\*31 rows"),
         ({"max_pages": 2**24}, r"2\*\*30 tokens"),
+        ({"sequence_span": 2**31}, r"a sequence within 2\*\*31 elements"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )
