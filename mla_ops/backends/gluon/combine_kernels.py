@@ -38,11 +38,14 @@ def _combine_units(
     SLOTS: gl.constexpr,
     SINK: gl.constexpr,
     SPLIT: gl.constexpr,
-    NW: gl.constexpr,
     E: gl.constexpr,
     W: gl.constexpr,
+    NW: gl.constexpr,
 ):
-    """Merge units of eight rows by W columns; E partials at a time are held in registers."""
+    """Merge units of eight rows by W columns; E partials at a time are held in registers.
+
+    Without parts or rows it does nothing, all the same.
+    """
     # Two lanes of four rows, W columns, and what is left of the threads over the partials.
     along_v: gl.constexpr = 16 if W > 16 else W
     warps_v: gl.constexpr = W // along_v if W // along_v < NW else NW
@@ -76,7 +79,7 @@ def _combine_units(
         acc = gl.zeros([W, 8], gl.float32, layout=plane)
         # Only part 0 may lie in a worker's second slot.
         second = first_slot
-        for begin in range(0, parts, E):
+        for begin in range(0, gl.maximum(parts, 1), E):
             index = gl.arange(0, E, layout=part_layout)
             held = index < parts - begin
             plane_ptr = block_out_ptr + (v[:, None] * 8 + lane[None, :])[None, :, :]
@@ -160,7 +163,8 @@ def _mla_combine_kernel(
     SINK: gl.constexpr,
     PDL: gl.constexpr,
     SPLIT: gl.constexpr,
-    MOST: gl.constexpr,
+    E: gl.constexpr,
+    W: gl.constexpr,
     NW: gl.constexpr,
 ):
     b = gl.program_id(0) // RG
@@ -170,40 +174,24 @@ def _mla_combine_kernel(
     first, parts, first_slot = plan_sequence(
         cache_seqlens_ptr, batch, capacity, b, workers, BP, NW
     )
-    if PDL:
-        # Every block waits, those without work too: when this grid completes, the next kernel
-        # takes the decode kernel for complete as well.
-        gdc_wait()
-        gdc_launch_dependents()
     SLOTS: gl.constexpr = 1 if BP == 1 else 2
     out_row_ptr = out_ptr + b.to(gl.int64) * out_stride_b
     lse_row_ptr = lse_ptr + b.to(gl.int64) * lse_stride_b
-    if parts > 1:
-        if MOST == 8 or parts <= 8:
+    # The first turn merges nothing: it brings the code into the caches while the decode kernel
+    # still runs.
+    turn = 0
+    while turn < 2:
+        if PDL:  # noqa: SIM102 (decided when the kernel is compiled)
+            if turn == 1:
+                # Every block waits, those without work too: when this grid completes, the next
+                # kernel takes the decode kernel for complete as well.
+                gdc_wait()
+                gdc_launch_dependents()
+        if parts > 1:
             _combine_units(
                 *(part_out_ptr, part_lse_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
-                *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
+                *(first, parts * turn, first_slot, rg, rank, num_heads_q, num_rows * turn),
                 *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
-                *(N, RG, SLOTS, SINK, SPLIT, NW, 8, 64),
+                *(N, RG, SLOTS, SINK, SPLIT, E, W, NW),
             )
-        elif MOST == 32 or parts <= 32:
-            _combine_units(
-                *(part_out_ptr, part_lse_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
-                *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
-                *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
-                *(N, RG, SLOTS, SINK, SPLIT, NW, 32, 32),
-            )
-        elif MOST == 64 or parts <= 64:
-            _combine_units(
-                *(part_out_ptr, part_lse_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
-                *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
-                *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
-                *(N, RG, SLOTS, SINK, SPLIT, NW, 64, 8),
-            )
-        else:
-            _combine_units(
-                *(part_out_ptr, part_lse_ptr, sink_ptr, out_row_ptr, lse_row_ptr),
-                *(first, parts, first_slot, rg, rank, num_heads_q, num_rows),
-                *(out_stride_s, out_stride_h, out_stride_v, lse_stride_h, lse_stride_s),
-                *(N, RG, SLOTS, SINK, SPLIT, NW, 128, 8),
-            )
+        turn += 1

@@ -19,13 +19,13 @@ __all__ = ["DecodeConfig", "decode_config", "mla_decode_out"]
 
 TILE_TOKENS = 64
 _LATENT, _HALF, _ROPE = 512, 256, 64
+_LEAST = torch.finfo(torch.float32).tiny
 _BATCH_BUCKETS = (1, 32, 128, 1024, 4096)
 # The combine kernel merges up to so many parts in one short pass: a few SMs more would cost more
 # than they bring.
 _FEW_PARTS = 32
-# Row groups of all sequences, up to which each merge is spread over many blocks; and their rows,
-# up to which its blocks have two warps, so that more of them fit beside the decode kernel.
-_FEW_BLOCKS, _FEW_ROWS = 16, 256
+# Blocks of the combine kernel beyond which each of them merges several units.
+_MERGE_BLOCKS = 4096
 _BOX_LAYOUT = {
     torch.bfloat16: gl.NVMMASharedLayout.get_default_for([TILE_TOKENS, 64], gl.bfloat16),
     torch.float16: gl.NVMMASharedLayout.get_default_for([TILE_TOKENS, 64], gl.float16),
@@ -42,7 +42,8 @@ class DecodeConfig(NamedTuple):
     decode_warps: int
     combine_warps: int
     combine_splits: int
-    most_parts: int  # the combine kernel's longest pass over the parts of a sequence
+    combine_parts: int  # E, parts that the combine kernel merges in one pass
+    combine_width: int  # W, columns that one of its blocks merges
 
 
 def decode_config(
@@ -67,57 +68,48 @@ def decode_config(
     row_tile = _row_tile(batch_size, num_rows, capacity)
     groups = ceil_div(num_rows, row_tile)
     workers = max(multiprocessors // groups, 1)
-    parts = workers // batch_size
+    parts = max(workers // batch_size, 1)
     if _FEW_PARTS < parts <= _FEW_PARTS * 5 // 4:
         parts, workers = _FEW_PARTS, _FEW_PARTS * batch_size
-    blocks = batch_size * groups
-    # What spreads few merges over the device, and no more blocks than many merges need.
-    if parts > _FEW_PARTS:
-        splits = 8 * row_tile
-    elif blocks > _FEW_BLOCKS:
-        splits = min(row_tile // 2, 16)
-    else:
-        splits = 2 * row_tile if parts > 8 else row_tile
+    tiles = max(ceil_div(capacity, TILE_TOKENS), 1)
     bucket = next(size for size in _BATCH_BUCKETS if batch_size <= size)
-    # Four warps hold 32 rows, but neither the places of many small pages nor a long plan beside;
-    # and eight are done sooner with a single tile a block.
-    single = batch_size * ceil_div(capacity, TILE_TOKENS) <= workers
-    wide = page_size < TILE_TOKENS or bucket > 1024 or single
-    combine_warps = 2 if blocks * row_tile <= _FEW_ROWS and row_tile < 64 else 4
-    # Fewer parts at once take fewer registers: where many warps wait, more of them then fit beside
-    # a decode kernel of four warps. A sequence of more parts than usual takes several passes.
-    waiting = blocks * splits * combine_warps
-    many = workers > 8 and blocks <= 32
+    # Four warps hold 32 rows, but neither the places of many small pages nor a long plan beside.
+    wide = page_size < TILE_TOKENS or bucket > 1024
+    # Up to 128 values a thread at once; sequences of more parts than most take several passes.
+    most = min(parts, tiles)
+    at_once = min(max(1 << (most - most // 16 - 1).bit_length(), 4), 128)
+    combine_warps = 2 if at_once <= 32 else 1
+    width = min(combine_warps * 512 // at_once, 128)
+    if bucket > 128:
+        combine_warps = 4  # for the plan
+    units = row_tile // 8 * (_LATENT // width)
+    blocks = batch_size * groups
     return DecodeConfig(
         *(row_tile, groups, bucket, workers),
         decode_warps=8 if row_tile == 64 or (row_tile == 32 and wide) else 4,
         combine_warps=combine_warps,
-        combine_splits=splits,
-        most_parts=_most_parts(parts, spread=waiting <= 6 * multiprocessors) if many else 8,
+        combine_splits=min(units, max(_MERGE_BLOCKS // blocks, 8)),
+        combine_parts=at_once,
+        combine_width=width,
     )
-
-
-def _most_parts(parts: int, *, spread: bool) -> int:
-    if spread:
-        return 128
-    return 32 if parts <= 32 else 64
 
 
 def _row_tile(batch_size: int, num_rows: int, capacity: int) -> int:
     """Choose the rows of a block.
 
     The smaller they are, the fewer parts a sequence is split into, which have to be merged; the
-    more often L2 has to serve its keys.
+    more often L2 has to serve its keys, of which there are up to batch_size * capacity.
     """
+    tokens = batch_size * capacity
     if num_rows <= 16:
         return 16
     if num_rows <= 32:
-        return 16 if batch_size <= 2 else 32
+        return 16 if tokens <= 2**16 and batch_size <= 16 else 32
     if num_rows <= 64:
-        if (batch_size == 1 and capacity < 2**14) or (batch_size == 2 and capacity <= 2**12):
+        if tokens <= 2**13 and batch_size <= 8:
             return 16
-        return 32 if batch_size <= 2 or (batch_size <= 8 and capacity <= 2**13) else 64
-    return 32 if batch_size <= 2 and num_rows <= 128 else 64
+        return 32 if tokens <= 2**16 and batch_size <= 64 else 64
+    return 32 if tokens <= 2**14 and num_rows <= 128 else 64
 
 
 def mla_decode_out(
@@ -147,9 +139,15 @@ def mla_decode_out(
     with on_device_of(q):
         _launch(
             *(q, kv_cache, block_table, cache_seqlens, out, lse, attn_sink),
-            qk_scale=softmax_scale * math.log2(math.e),
+            qk_scale=_qk_scale(softmax_scale),
             causal=causal and q.shape[1] > 1,
         )
+
+
+def _qk_scale(softmax_scale: float) -> float:
+    """Return the scale in powers of two; of 0 the least normal one, as 0 * inf would be NaN."""
+    scale = softmax_scale * math.log2(math.e)
+    return math.copysign(max(abs(scale), _LEAST), scale)
 
 
 def _launch(
@@ -195,7 +193,8 @@ def _launch(
     _mla_combine_kernel[(batch * config.row_groups, config.combine_splits)](
         *(cache_seqlens, sink, out, lse, part_out, part_lse, *shared, workers, *strides),
         SPLIT=config.combine_splits,
-        MOST=config.most_parts,
+        E=config.combine_parts,
+        W=config.combine_width,
         NW=config.combine_warps,
         num_warps=config.combine_warps,
         **options,

@@ -20,6 +20,7 @@ from mla_ops.backends.gluon.row_kernels import (
     UNALIGNED,
     load_q,
     stage_q,
+    stage_queries,
     store_partial,
     store_result,
 )
@@ -29,14 +30,13 @@ from mla_ops.backends.gluon.schedule_kernels import (
     gdc_wait,
     load_length,
     plan_worker,
-    query_of,
     tiles_of,
 )
-from mla_ops.backends.gluon.softmax_kernels import no_total, totals_of, weigh
+from mla_ops.backends.gluon.softmax_kernels import LOWEST, no_total, totals_of, weigh
 from mla_ops.backends.gluon.tile_kernels import (
     HALF,
     absent_bits,
-    fetch,
+    expect_tile,
     fetch_left,
     fetch_right,
     load_pages,
@@ -119,6 +119,7 @@ def _mla_decode_kernel(
         rope = right
         q_tail = q_right
     weights = gl.allocate_shared_memory(dtype, [TILE, N], p_shared)
+    queries = gl.allocate_shared_memory(gl.int32, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     left_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     right_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for k in gl.static_range(STAGES):
@@ -131,57 +132,59 @@ def _mla_decode_kernel(
     rg = pid % RG
     worker = pid // RG
     workers = gl.num_programs(0) // RG
+    stage_queries(queries, rg, num_heads_q, N, NW)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if BP == 1:
-        # There is one sequence: its queries need not wait for the plan.
-        q_first, q_second, q_third = load_q(
-            *(q_ptr, batch - 1, rg, num_rows, num_heads_q),
-            *(q_stride_b, q_stride_s, q_stride_h, N, ROPE, NW),
-        )
     b, tile, count = plan_worker(cache_seqlens_ptr, batch, capacity, worker, workers, BP, NW)
     if count > 0:
-        # Small loads before large ones: they would queue behind the copies of two tiles.
-        if BP > 1:
-            q_first, q_second, q_third = load_q(
-                *(q_ptr, b, rg, num_rows, num_heads_q),
-                *(q_stride_b, q_stride_s, q_stride_h, N, ROPE, NW),
-            )
         # The producer's cursor runs two tiles ahead of the products.
         length = load_length(cache_seqlens_ptr, b, capacity)
         here0, here1, here2, here3 = load_pages(block_table_ptr, table_stride, b, tile, length, P)
         ahead_b, ahead_tile, ahead_length, ahead_tiles, next0, next1, next2, next3 = next_tile(
             *(block_table_ptr, table_stride, cache_seqlens_ptr, batch, capacity),
-            *(b, tile, length, tiles_of(length), P),
+            *(b, tile, length, tiles_of(length), BP, P),
         )
         next_in_b = ahead_tile
         ahead_b, ahead_tile, ahead_length, ahead_tiles, page0, page1, page2, page3 = next_tile(
             *(block_table_ptr, table_stride, cache_seqlens_ptr, batch, capacity),
-            *(ahead_b, ahead_tile, ahead_length, ahead_tiles, P),
+            *(ahead_b, ahead_tile, ahead_length, ahead_tiles, BP, P),
         )
+        # Small loads before large ones: they would queue behind the copies of two tiles.
+        q_first, q_second, q_third = load_q(
+            *(q_ptr, b, rg, queries, num_rows, num_heads_q),
+            *(q_stride_b, q_stride_s, q_stride_h, N, ROPE, NW),
+        )
+        expect_tile(left_bars.index(0), right_bars.index(0), True, ROPE)
+        expect_tile(left_bars.index(1), right_bars.index(1), count > 1, ROPE)
+        gl.thread_barrier()
         row0, row1, row2, row3 = tile_rows(
             here0, here1, here2, here3, tile, num_pages, page_rows, P
         )
         absent = absent_bits(row0, row1, row2, row3, P)
-        fetch(
-            *(kv_half, kv_rope, row0, row1, row2, row3, left_bars.index(0), right_bars.index(0)),
-            *(left.index(0), right.index(0), rope.index(0), P, ROPE),
+        fetch_left(kv_half, row0, row1, row2, row3, left_bars.index(0), left.index(0), P)
+        fetch_right(
+            *(kv_half, kv_rope, row0, row1, row2, row3, right_bars.index(0)),
+            *(right.index(0), rope.index(0), P, ROPE),
         )
         row0, row1, row2, row3 = tile_rows(
             next0, next1, next2, next3, next_in_b, num_pages, page_rows, P
         )
         absent_next = absent_bits(row0, row1, row2, row3, P)
         if count > 1:
-            fetch(
-                *(kv_half, kv_rope, row0, row1, row2, row3, left_bars.index(1)),
-                *(right_bars.index(1), left.index(1), right.index(1), rope.index(1), P, ROPE),
+            fetch_left(kv_half, row0, row1, row2, row3, left_bars.index(1), left.index(1), P)
+            fetch_right(
+                *(kv_half, kv_rope, row0, row1, row2, row3, right_bars.index(1)),
+                *(right.index(1), rope.index(1), P, ROPE),
             )
         stage_q(q_first, q_second, q_third, q_left, q_right, q_tail, ROPE)
         done = 0
+        stage = 0
+        phase = 0
         slot = 2 * pid
         if BP == 1:
             slot = pid
+        masked = gl.where(qk_scale < 0, float("inf"), -float("inf"))
         while done < count:
             length = load_length(cache_seqlens_ptr, b, capacity)
             tiles = tiles_of(length)
@@ -189,27 +192,27 @@ def _mla_decode_kernel(
             whole = (tile == 0) & (stop == tiles)
             # A zero the compiler cannot fold: what depends on it is computed where it is used, not
             # before the loop and kept (at 16 rows, 183 registers against 231).
-            group = rg + (done >> 28)
+            zero = done >> 28
+            group = rg + zero
 
             if BP > 1:  # noqa: SIM102 (decided when the kernel is compiled)
                 if done > 0:
                     q_first, q_second, q_third = load_q(
-                        *(q_ptr, b, group, num_rows, num_heads_q),
-                        *(q_stride_b, q_stride_s, q_stride_h, N, ROPE, NW),
+                        *(q_ptr, b, group, queries, num_rows, num_heads_q),
+                        *(q_stride_b + zero, q_stride_s, q_stride_h, N, ROPE, NW),
                     )
                     stage_q(q_first, q_second, q_third, q_left, q_right, q_tail, ROPE)
 
-            m = gl.full([N], -float("inf"), gl.float32, layout=score_row)
+            m = gl.full([N], LOWEST, gl.float32, layout=score_row)
             total = no_total(N, score)
             acc_left = gl.zeros([HALF, N], gl.float32, layout=accum)
             acc_right = gl.zeros([HALF, N], gl.float32, layout=accum)
-            limit = gl.full([N], 0, gl.int32, layout=score_row) + length
+            # The first query sees the tokens before this one.
+            limit = length
             if CAUSAL:
-                query = query_of(group * N + gl.arange(0, N, layout=score_row), num_heads_q)
-                limit = length - num_rows // num_heads_q + 1 + query
+                limit = length - num_rows // num_heads_q + 1
+            begin = tile
             while tile < stop:
-                stage = done % STAGES
-                phase = done // STAGES % 2
                 # Again such a zero: with a constant index 36 wgmma descriptors of Q are kept in
                 # registers (251 registers and spills, against 164).
                 zero = done >> 28
@@ -234,13 +237,14 @@ def _mla_decode_kernel(
                     # Unwritten slots may hold NaN, and 0 * NaN is NaN.
                     zero_rows(left.index(stage), rest, NW)
                     zero_rows(right.index(stage), rest, NW)
-                p, decay, m, total = weigh(
-                    s, m, total, tile, absent, limit, qk_scale, N, NW, P, score
+                partly = ((tile + 1) * TILE > limit) | (absent != 0)
+                p, m, total, acc_left, acc_right = weigh(
+                    *(s, m, total, acc_left, acc_right, tile == begin, partly, tile, absent),
+                    *(limit, queries, masked, qk_scale, N, NW, P, CAUSAL, score, accum_row),
                 )
                 weights.store(p.to(dtype))
-                scale = gl.convert_layout(decay, accum_row)
-                acc_left = acc_left * scale[None, :]
-                acc_right = acc_right * scale[None, :]
+                more = done + STAGES < count
+                expect_tile(left_bars.index(stage), right_bars.index(stage), more, ROPE)
                 fence_async_shared()
                 gl.thread_barrier()
                 acc_left = warpgroup_mma(
@@ -249,12 +253,20 @@ def _mla_decode_kernel(
                 acc_right = warpgroup_mma(
                     right.index(stage).permute((1, 0)), weights, acc_right, is_async=True
                 )
+                # Beside the products: where the tile after next lies, and its successor's pages.
                 row0, row1, row2, row3 = tile_rows(
                     page0, page1, page2, page3, ahead_tile, num_pages, page_rows, P
                 )
+                absent = absent_next
+                absent_next = absent_bits(row0, row1, row2, row3, P)
+                (ahead_b, ahead_tile, ahead_length, ahead_tiles, page0, page1, page2, page3) = (
+                    next_tile(
+                        *(block_table_ptr, table_stride, cache_seqlens_ptr, batch, capacity),
+                        *(ahead_b, ahead_tile, ahead_length, ahead_tiles, BP, P),
+                    )
+                )
                 acc_left = warpgroup_mma_wait(1, deps=[acc_left, left, weights])[0]
                 gl.thread_barrier()
-                more = done + STAGES < count
                 if more:
                     bar = left_bars.index(stage)
                     fetch_left(kv_half, row0, row1, row2, row3, bar, left.index(stage), P)
@@ -266,23 +278,18 @@ def _mla_decode_kernel(
                         *(right_bars.index(stage), right.index(stage), rope.index(stage)),
                         *(P, ROPE),
                     )
-                absent = absent_next
-                absent_next = absent_bits(row0, row1, row2, row3, P)
-                (ahead_b, ahead_tile, ahead_length, ahead_tiles, page0, page1, page2, page3) = (
-                    next_tile(
-                        *(block_table_ptr, table_stride, cache_seqlens_ptr, batch, capacity),
-                        *(ahead_b, ahead_tile, ahead_length, ahead_tiles, P),
-                    )
-                )
                 done += 1
                 tile += 1
+                # Counted by hand: of done % 2, the compiler keeps each multiple it needs.
+                phase ^= stage
+                stage = 1 - stage
 
-            row_total = totals_of(total, score)
+            row_total = totals_of(total, N, NW, score)
             late = done >> 28  # and again
             if whole:
                 store_result(
                     *(acc_left, acc_right, m, row_total, sink_ptr, out_ptr, lse_ptr),
-                    *(b, rg, late, num_rows, num_heads_q),
+                    *(queries, b, rg, late, num_rows, num_heads_q),
                     *(out_stride_b, out_stride_s, out_stride_h, out_stride_v),
                     *(lse_stride_b, lse_stride_h, lse_stride_s, N, SINK, accum, score_row),
                 )

@@ -3,6 +3,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.extra import libdevice
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from mla_ops.backends.gluon.schedule_kernels import query_of
@@ -17,34 +18,22 @@ UNALIGNED = ["cache_seqlens_ptr", "sink_ptr", "out_ptr", "lse_ptr"]
 
 
 @gluon.jit
-def _q_rows(
-    b,
-    rg,
-    num_rows,
-    num_heads_q,
-    q_stride_b,
-    q_stride_s,
-    q_stride_h,
-    N: gl.constexpr,
-    layout: gl.constexpr,
-):
-    row = rg * N + gl.arange(0, N, layout=layout)
-    offset = b.to(gl.int64) * q_stride_b
-    query = query_of(row, num_heads_q)
-    offset += query * q_stride_s + (row - query * num_heads_q) * q_stride_h
-    return offset, row < num_rows
+def stage_queries(queries, group, num_heads_q, N: gl.constexpr, NW: gl.constexpr):
+    """Write the query of each row of a group to shared memory: a thread divides for one row."""
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    queries.store(query_of(group * N + gl.arange(0, N, layout=flat), num_heads_q))
 
 
 @gluon.jit
-def _load_q(q_ptr, row_offset, live, column, W: gl.constexpr, layout: gl.constexpr):
-    offset = column + gl.arange(0, W, layout=gl.SliceLayout(0, layout))
-    return gl.load(q_ptr + row_offset[:, None] + offset[None, :], mask=live[:, None], other=0.0)
+def _load_q(q_row_ptr, offset, live, column, W: gl.constexpr, layout: gl.constexpr):
+    at = column + gl.arange(0, W, layout=gl.SliceLayout(0, layout))
+    return gl.load(q_row_ptr + offset[:, None] + at[None, :], mask=live[:, None], other=0.0)
 
 
 @gluon.jit
 def store_scale(m, total, sink_ptr, head, live, SINK: gl.constexpr):
     """Return the factor of the accumulator and the lse of rows with maximum m and sum total."""
-    lse2 = m + gl.log2(total)
+    lse2 = m + libdevice.fast_log2f(total)
     share = 1.0 / total
     if SINK:
         sink2 = gl.load(sink_ptr + head, mask=live, other=0.0) * LOG2E
@@ -57,6 +46,7 @@ def load_q(
     q_ptr,
     b,
     group,
+    queries,
     num_rows,
     num_heads_q,
     q_stride_b,
@@ -67,21 +57,20 @@ def load_q(
     NW: gl.constexpr,
 ):
     """Load a row group of q: both halves and the rope; rows that do not exist are 0."""
-    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
-    q_offset, q_live = _q_rows(
-        *(b, group, num_rows, num_heads_q, q_stride_b, q_stride_s, q_stride_h),
-        *(N, gl.SliceLayout(1, q_layout)),
-    )
-    q_left = _load_q(q_ptr, q_offset, q_live, 0, HALF, q_layout)
-    q_right = _load_q(q_ptr, q_offset, q_live, HALF, HALF, q_layout)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [NW, 1], [1, 0])
+    q_row_ptr = q_ptr + b.to(gl.int64) * q_stride_b
+    row = group * N + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
+    query = queries.load(gl.SliceLayout(1, layout))
+    offset = query * q_stride_s + (row - query * num_heads_q) * q_stride_h
+    q_left = _load_q(q_row_ptr, offset, row < num_rows, 0, HALF, layout)
+    q_right = _load_q(q_row_ptr, offset, row < num_rows, HALF, HALF, layout)
     q_tail = q_right
     if ROPE > 0:
-        tail_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NW, 1], [1, 0])
-        tail_offset, tail_live = _q_rows(
-            *(b, group, num_rows, num_heads_q, q_stride_b, q_stride_s, q_stride_h),
-            *(N, gl.SliceLayout(1, tail_layout)),
-        )
-        q_tail = _load_q(q_ptr, tail_offset, tail_live, V, ROPE, tail_layout)
+        tail: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NW, 1], [1, 0])
+        row = group * N + gl.arange(0, N, layout=gl.SliceLayout(1, tail))
+        query = queries.load(gl.SliceLayout(1, tail))
+        offset = query * q_stride_s + (row - query * num_heads_q) * q_stride_h
+        q_tail = _load_q(q_row_ptr, offset, row < num_rows, V, ROPE, tail)
     return q_left, q_right, q_tail
 
 
@@ -105,6 +94,7 @@ def store_result(
     sink_ptr,
     out_ptr,
     lse_ptr,
+    queries,
     b,
     rg,
     late,
@@ -130,30 +120,32 @@ def store_result(
     accum_row: gl.constexpr = gl.SliceLayout(0, accum)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     group = rg + late
+    out_stride_b += late
+    out_stride_s += late
+    out_stride_h += late
+    out_stride_v += late
+    lse_stride_b += late
     at = group * N + gl.arange(0, N, layout=score_row)
     live = at < num_rows
-    query = query_of(at, num_heads_q)
+    query = queries.load(score_row)
     head = at - query * num_heads_q
     factor, lse = store_scale(m, total, sink_ptr, head, live, SINK)
     lse_at = b.to(gl.int64) * lse_stride_b
     lse_at += query * lse_stride_s + head * lse_stride_h
     gl.store(lse_ptr + lse_at, lse, mask=live)
     factor = gl.convert_layout(factor, accum_row)
-    out_at, out_live = _q_rows(
-        *(b, group, num_rows, num_heads_q),
-        *(out_stride_b, out_stride_s, out_stride_h, N, accum_row),
-    )
+    at = group * N + gl.arange(0, N, layout=accum_row)
+    live = (at < num_rows)[None, :]
+    query = queries.load(accum_row)
+    out_at = b.to(gl.int64) * out_stride_b
+    out_at += query * out_stride_s + (at - query * num_heads_q) * out_stride_h
     v = gl.arange(0, HALF, layout=gl.SliceLayout(1, accum))
     if N == 32:
         v += late
-    else:
-        # Where v has a stride, its products are what would be kept.
-        if out_stride_v != 1:
-            v += late
     target = out_ptr + out_at[None, :] + (v * out_stride_v)[:, None]
-    gl.store(target, (acc_left * factor[None, :]).to(dtype), mask=out_live[None, :])
+    gl.store(target, (acc_left * factor[None, :]).to(dtype), mask=live)
     target += HALF * out_stride_v
-    gl.store(target, (acc_right * factor[None, :]).to(dtype), mask=out_live[None, :])
+    gl.store(target, (acc_right * factor[None, :]).to(dtype), mask=live)
 
 
 @gluon.jit
@@ -208,5 +200,5 @@ def store_partial(
         partial += (row // 8 * (V * 8) + row % 8)[None, :] + (v * 8)[:, None]
         gl.store(partial, acc_left * share[None, :])
         gl.store(partial + HALF * 8, acc_right * share[None, :])
-    lse2 = gl.where(seen, m + gl.log2(total), -float("inf"))
+    lse2 = gl.where(seen, m + libdevice.fast_log2f(total), -float("inf"))
     gl.store(part_lse_ptr + slot * N + gl.arange(0, N, layout=score_row), lse2)

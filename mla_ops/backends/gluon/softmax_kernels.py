@@ -7,6 +7,9 @@ from triton.experimental.gluon import language as gl
 from mla_ops.backends.gluon.schedule_kernels import TILE
 
 _BEYOND = gl.constexpr(2**30)
+# Below every score, and finite: less it, a masked one is still -inf.
+LOWEST = gl.constexpr(-3.4028234663852886e38)
+_SLACK = gl.constexpr(8.0)
 
 
 @gluon.constexpr_function
@@ -16,6 +19,14 @@ def _every_warp(n):
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
     registers = [[1, 0], [2, 0], *columns]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [4, n])
+
+
+@gluon.constexpr_function
+def _every_thread(n):
+    """Return the layout of [n] in which each thread holds everything."""
+    bits = n.bit_length() - 1
+    registers = [[1 << bit] for bit in range(bits)]
+    return gl.DistributedLinearLayout(registers, [[0]] * 5, [[0]] * bits, [], [n])
 
 
 @gluon.jit
@@ -30,6 +41,17 @@ def _column_max(s, N: gl.constexpr, NW: gl.constexpr, score: gl.constexpr):
 
 
 @gluon.jit
+def _any_above(s, bound, N: gl.constexpr, NW: gl.constexpr):
+    """Return whether any score of a tile is above a bound."""
+    side: gl.constexpr = NW // 4
+    # [warp, two rows, lane, warp, columns of a thread, lane, two columns]
+    own = gl.max(s.reshape((4, 2, 8, side, N // side // 8, 4, 2)), 1)
+    own = gl.max(gl.max(own, 5), 3).permute((0, 2, 1, 3)).reshape((NW, 32))
+    any_of_warp = gl.max((own > bound).to(gl.int32), 1)
+    return gl.max(gl.convert_layout(any_of_warp, _every_thread(NW)), 0) != 0
+
+
+@gluon.jit
 def no_total(N: gl.constexpr, score: gl.constexpr):
     """Return the zeros that ``weigh`` adds its weights to; half a tile's, as a thread adds two."""
     return gl.sum(gl.zeros([TILE, N], gl.float32, layout=score).reshape((4, 2, 8, N)), 1)
@@ -40,38 +62,68 @@ def weigh(
     s,
     m,
     total,
+    acc_left,
+    acc_right,
+    first,
+    partly,
     tile,
     absent,
     limit,
+    queries,
+    masked,
     qk_scale,
     N: gl.constexpr,
     NW: gl.constexpr,
     P: gl.constexpr,
+    CAUSAL: gl.constexpr,
     score: gl.constexpr,
+    accum_row: gl.constexpr,
 ):
     """Turn the scores of a tile into weights; tokens at and behind ``limit`` have none.
 
+    A row's weights are relative to ``m``, one of its greatest scores so far: it follows the
+    maximum only when that has grown by more than a factor of 2**_SLACK, for everything summed
+    before has to be rescaled then.
+
     Returns:
-        tuple: the weights, the factor of everything summed before, the new maxima and totals.
+        tuple: the weights, and m, the totals and the accumulators to go on with.
     """
-    token = gl.arange(0, TILE, layout=gl.SliceLayout(1, score))
-    if P >= TILE:
-        position = token + gl.where(absent != 0, _BEYOND, tile * TILE)
-    else:
-        position = token + tile * TILE
-        position = gl.where((absent >> (token // P)) & 1 != 0, _BEYOND, position)
-    s = gl.where(position[:, None] < limit[None, :], s * qk_scale, -float("inf"))
-    m_new = gl.maximum(m, _column_max(s, N, NW, score))
-    m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-    decay = gl.exp2(m - m_safe)
-    p = gl.exp2(s - m_safe[None, :])
-    along: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, total.type.layout))
-    total = total * gl.convert_layout(decay, along)[None, None, :]
+    if partly:
+        token = gl.arange(0, TILE, layout=gl.SliceLayout(1, score))
+        if P >= TILE:
+            position = token + gl.where(absent != 0, _BEYOND, tile * TILE)
+        else:
+            position = token + tile * TILE
+            position = gl.where((absent >> (token // P)) & 1 != 0, _BEYOND, position)
+        row_limit = gl.full([N], 0, gl.int32, layout=gl.SliceLayout(0, score)) + limit
+        if CAUSAL:
+            row_limit += queries.load(gl.SliceLayout(0, score))
+        s = gl.where(position[:, None] < row_limit[None, :], s, masked)
+    excess = s * qk_scale - m[None, :]
+    p = gl.exp2(excess)
+    rises = first
+    if not first:
+        rises = _any_above(excess, _SLACK, N, NW)
+    if rises:
+        s = s * qk_scale
+        m_new = gl.maximum(m, _column_max(s, N, NW, score))
+        p = gl.exp2(s - m_new[None, :])
+        if not first:
+            decay = gl.exp2(m - m_new)
+            along: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, total.type.layout))
+            total = total * gl.convert_layout(decay, along)[None, None, :]
+            scale = gl.convert_layout(decay, accum_row)
+            acc_left = acc_left * scale[None, :]
+            acc_right = acc_right * scale[None, :]
+        m = m_new
     total += gl.sum(p.reshape((4, 2, 8, N)), 1)
-    return p, decay, m_new, total
+    return p, m, total, acc_left, acc_right
 
 
 @gluon.jit
-def totals_of(total, score: gl.constexpr):
+def totals_of(total, N: gl.constexpr, NW: gl.constexpr, score: gl.constexpr):
     """Return the sum of each row's weights."""
-    return gl.convert_layout(gl.sum(gl.sum(total, 1), 0), gl.SliceLayout(0, score))
+    own = gl.sum(total, 1)
+    if N == 16:
+        own = gl.convert_layout(own, _every_warp(N))
+    return gl.convert_layout(gl.sum(own, 0), gl.SliceLayout(0, score))

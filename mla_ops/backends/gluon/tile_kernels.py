@@ -16,6 +16,20 @@ _ABSENT = gl.constexpr(-64)
 
 
 @gluon.jit
+def _thread_zero():
+    """Return a zero of which the compiler believes that it differs between threads."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 below; mov.u32 below, %lanemask_lt; mov.u32 $0, %lanemask_ge; "
+        "and.b32 $0, $0, below; }",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _load_page(table_row_ptr, page, length, P: gl.constexpr):
     return gl.load(table_row_ptr + page, mask=page * P < length, other=-1)
 
@@ -25,9 +39,12 @@ def load_pages(block_table_ptr, table_stride, b, tile, length, P: gl.constexpr):
     """Load the block table's entries for a tile (four, of which 64 / P count).
 
     In the loop nothing depends on them until a tile later: behind the copies in flight they take a
-    while.
+    while. What was known to be the same for all threads would go to a uniform register, which has
+    to wait for it at once.
     """
-    table_row_ptr = block_table_ptr + b.to(gl.int64) * table_stride
+    # Neither is negative: a product of two words, without a sign to keep.
+    row = (b + _thread_zero()).to(gl.uint32).to(gl.uint64)
+    table_row_ptr = block_table_ptr + row * table_stride.to(gl.uint32)
     if P >= TILE:
         page0 = _load_page(table_row_ptr, tile // (P // TILE), length, P)
         return page0, page0, page0, page0
@@ -90,9 +107,15 @@ def _fetch(kv, column, row0, row1, row2, row3, bar, buffer, P: gl.constexpr):
 
 
 @gluon.jit
+def expect_tile(left_bar, right_bar, more, ROPE: gl.constexpr):
+    """Announce the copies of a tile; a barrier of the block before they start saves their own."""
+    mbarrier.expect(left_bar, TILE * HALF * 2, pred=more)
+    mbarrier.expect(right_bar, TILE * (HALF + ROPE) * 2, pred=more)
+
+
+@gluon.jit
 def fetch_left(kv_half, row0, row1, row2, row3, left_bar, left, P: gl.constexpr):
     """Start the copy of a tile's first half."""
-    mbarrier.expect(left_bar, TILE * HALF * 2)
     _fetch(kv_half, 0, row0, row1, row2, row3, left_bar, left, P)
 
 
@@ -111,31 +134,9 @@ def fetch_right(
     ROPE: gl.constexpr,
 ):
     """Start the copy of a tile's second half and rope."""
-    mbarrier.expect(right_bar, TILE * (HALF + ROPE) * 2)
     _fetch(kv_half, HALF, row0, row1, row2, row3, right_bar, right, P)
     if ROPE > 0:
         _fetch(kv_rope, V, row0, row1, row2, row3, right_bar, rope, P)
-
-
-@gluon.jit
-def fetch(
-    kv_half,
-    kv_rope,
-    row0,
-    row1,
-    row2,
-    row3,
-    left_bar,
-    right_bar,
-    left,
-    right,
-    rope,
-    P: gl.constexpr,
-    ROPE: gl.constexpr,
-):
-    """Start the copy of a whole tile."""
-    fetch_left(kv_half, row0, row1, row2, row3, left_bar, left, P)
-    fetch_right(kv_half, kv_rope, row0, row1, row2, row3, right_bar, right, rope, P, ROPE)
 
 
 @gluon.jit
@@ -149,16 +150,18 @@ def next_tile(
     tile,
     length,
     tiles,
+    BP: gl.constexpr,
     P: gl.constexpr,
 ):
     """Step to the next tile, into the next sequence at a sequence's end, and load its pages."""
     tile += 1
-    if tile == tiles:
-        # Past the last sequence nothing is fetched: any length will do.
-        b = gl.minimum(b + 1, batch - 1)
-        tile = 0
-        length = load_length(cache_seqlens_ptr, b, capacity)
-        tiles = tiles_of(length)
+    if BP > 1:  # noqa: SIM102 (decided when the kernel is compiled)
+        if tile == tiles:
+            # Past the last sequence nothing is fetched: any length will do.
+            b = gl.minimum(b + 1, batch - 1)
+            tile = 0
+            length = load_length(cache_seqlens_ptr, b, capacity)
+            tiles = tiles_of(length)
     page0, page1, page2, page3 = load_pages(block_table_ptr, table_stride, b, tile, length, P)
     return b, tile, length, tiles, page0, page1, page2, page3
 

@@ -116,9 +116,11 @@ def test_compiles_without_spills(kernels, case):
     config = decode.decode_config(
         *(batch, seqlen_q * heads), page_size=options["page_size"], capacity=capacity
     )
-    # 32 and more rows of strided outputs keep a few words in memory, outside the loop over tiles.
-    few = 8 if out_dtype == torch.float32 else 4
-    assert stats.spills <= (few if config.row_tile >= 32 and out_stride > 1 else 0)
+    # A few words are kept in memory, outside the loop over tiles, with 32 and more rows of strided
+    # outputs, and of float32 outputs beside the longest plan.
+    longest = config.batch_bucket == 4096 and out_dtype == torch.float32
+    strided = config.row_tile >= 32 and out_stride > 1
+    assert stats.spills <= (20 if longest else 8 if strided else 0)
     words = re.findall(r"HGMMA|LDL|STL", stats.sass)
     products = [index for index, word in enumerate(words) if word == "HGMMA"]
     assert len(products) == products[-1] - products[0] + 1
@@ -132,7 +134,7 @@ def test_compiles_without_spills(kernels, case):
     assert stats.sass.count("HGMMA") > 0
     assert stats.sass.count("UTMALDG") > 0
     assert grid[0] <= 132
-    assert combine_grid[0] * combine_grid[1] <= max(16 * 128, 16 * combine_grid[0])
+    assert combine_grid[0] * combine_grid[1] <= max(4096, 8 * combine_grid[0])
     # Products whose operands are not read twice: the scores, and all columns of V or, where there
     # are two warp groups, half of them each.
     scores, values = {0: 32, 64: 36}[options["rope"]], 32 if config.decode_warps == 4 else 16

@@ -56,7 +56,17 @@ def problem(
     return q, kv_cache, table.cuda(), cache_seqlens
 
 
-def run(q, kv_cache, block_table, cache_seqlens, *, causal=False, attn_sink=None, out=None):
+def run(
+    q,
+    kv_cache,
+    block_table,
+    cache_seqlens,
+    *,
+    causal=False,
+    attn_sink=None,
+    out=None,
+    scale=SCALE,
+):
     batch, seqlen_q, heads, _ = q.shape
     if out is None:
         out = torch.full(
@@ -65,20 +75,20 @@ def run(q, kv_cache, block_table, cache_seqlens, *, causal=False, attn_sink=None
     lse = torch.full((batch, seqlen_q, heads), float("nan"), device=q.device).transpose(1, 2)
     decode.mla_decode_out(
         *(q, kv_cache, block_table, cache_seqlens, None, None, out, lse),
-        softmax_scale=SCALE,
+        softmax_scale=scale,
         causal=causal,
         attn_sink=attn_sink,
     )
     return out, lse
 
 
-def oracle(q, kv_cache, block_table, cache_seqlens, *, causal=False, attn_sink=None):
+def oracle(q, kv_cache, block_table, cache_seqlens, *, causal=False, attn_sink=None, scale=SCALE):
     batch, seqlen_q, heads, _ = q.shape
     out = torch.empty(batch, seqlen_q, heads, 512, dtype=torch.float64, device=q.device)
     lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float64, device=q.device)
     reference.mla_decode_out(
         *(q.double(), kv_cache.double(), block_table, cache_seqlens, None, None, out, lse),
-        softmax_scale=SCALE,
+        softmax_scale=scale,
         causal=causal,
         attn_sink=attn_sink,
     )
@@ -172,6 +182,46 @@ def test_lengths_beyond_the_table_are_clamped():
     table = table[:, :3]
     lengths.copy_(torch.tensor([193, 100000, 2**31 - 1, -1, -(2**31)]))
     check(q, kv_cache, table, lengths)
+
+
+def shaped(call, weight):
+    """Scale the keys of token t of each sequence by ``weight(t)``: how scores grow is set."""
+    _, kv_cache, block_table, cache_seqlens = call
+    page_size = kv_cache.shape[1]
+    for table, length in zip(block_table.tolist(), cache_seqlens.tolist(), strict=True):
+        at = torch.arange(length)
+        rows = torch.tensor(table)[at // page_size], at % page_size
+        kv_cache[rows] *= weight(at).to(kv_cache)[:, None, None]
+    return call
+
+
+GROWTH = {
+    # Beyond 2**8 at every tile, within it from tile to tile, once after a long rest, never.
+    "fast": lambda t: 1 + t // 64 * 3.0,
+    "slow": lambda t: 1 + t // 64 * 0.1,
+    "late": lambda t: torch.where(t < 900, 0.01, 8.0),
+    "falling": lambda t: 8.0 / (1 + t // 64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("growth", GROWTH)
+@pytest.mark.parametrize(("heads", "lengths"), [(16, [1000]), (32, [1000] * 9), (64, [1000] * 66)])
+def test_maxima_that_grow(heads, lengths, growth, dtype):
+    check(*shaped(problem(lengths, heads=heads, dtype=dtype), GROWTH[growth]))
+
+
+@pytest.mark.parametrize("lengths", [[1000], [1000] * 66], ids=["parts", "whole"])
+def test_rows_first_seen_behind_absent_pages(lengths):
+    q, kv_cache, block_table, cache_seqlens = problem(lengths, heads=16, seqlen_q=2)
+    block_table[:, :3] = -1
+    check(q, kv_cache, block_table, cache_seqlens, causal=True)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-45, -0.05, -3.0, 3.0])
+def test_any_scale(scale, heads):
+    check(*problem(RAGGED, heads=heads, seqlen_q=2), causal=True, scale=scale)
 
 
 def test_sink():
