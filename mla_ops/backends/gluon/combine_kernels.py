@@ -44,7 +44,7 @@ def _combine_units(
 ):
     """Merge units of eight rows by W columns; E partials at a time are held in registers.
 
-    Without parts or rows it does nothing, all the same.
+    Of no parts and no rows it runs through without a load or a store.
     """
     # Two lanes of four rows, W columns, and what is left of the threads over the partials.
     along_v: gl.constexpr = 16 if W > 16 else W

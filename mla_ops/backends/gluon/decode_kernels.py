@@ -37,6 +37,7 @@ from mla_ops.backends.gluon.tile_kernels import (
     HALF,
     absent_bits,
     expect_tile,
+    fetch,
     fetch_left,
     fetch_right,
     load_pages,
@@ -162,29 +163,25 @@ def _mla_decode_kernel(
             here0, here1, here2, here3, tile, num_pages, page_rows, P
         )
         absent = absent_bits(row0, row1, row2, row3, P)
-        fetch_left(kv_half, row0, row1, row2, row3, left_bars.index(0), left.index(0), P)
-        fetch_right(
-            *(kv_half, kv_rope, row0, row1, row2, row3, right_bars.index(0)),
-            *(right.index(0), rope.index(0), P, ROPE),
+        fetch(
+            *(kv_half, kv_rope, row0, row1, row2, row3, left_bars.index(0), right_bars.index(0)),
+            *(left.index(0), right.index(0), rope.index(0), P, ROPE),
         )
         row0, row1, row2, row3 = tile_rows(
             next0, next1, next2, next3, next_in_b, num_pages, page_rows, P
         )
         absent_next = absent_bits(row0, row1, row2, row3, P)
         if count > 1:
-            fetch_left(kv_half, row0, row1, row2, row3, left_bars.index(1), left.index(1), P)
-            fetch_right(
-                *(kv_half, kv_rope, row0, row1, row2, row3, right_bars.index(1)),
-                *(right.index(1), rope.index(1), P, ROPE),
+            fetch(
+                *(kv_half, kv_rope, row0, row1, row2, row3, left_bars.index(1)),
+                *(right_bars.index(1), left.index(1), right.index(1), rope.index(1), P, ROPE),
             )
         stage_q(q_first, q_second, q_third, q_left, q_right, q_tail, ROPE)
         done = 0
         stage = 0
         phase = 0
-        slot = 2 * pid
-        if BP == 1:
-            slot = pid
-        masked = gl.where(qk_scale < 0, float("inf"), -float("inf"))
+        slot = pid if BP == 1 else 2 * pid
+        masked = gl.where(qk_scale < 0, float("inf"), -float("inf"))  # -inf when scaled
         while done < count:
             length = load_length(cache_seqlens_ptr, b, capacity)
             tiles = tiles_of(length)
@@ -237,9 +234,8 @@ def _mla_decode_kernel(
                     # Unwritten slots may hold NaN, and 0 * NaN is NaN.
                     zero_rows(left.index(stage), rest, NW)
                     zero_rows(right.index(stage), rest, NW)
-                partly = ((tile + 1) * TILE > limit) | (absent != 0)
                 p, m, total, acc_left, acc_right = weigh(
-                    *(s, m, total, acc_left, acc_right, tile == begin, partly, tile, absent),
+                    *(s, m, total, acc_left, acc_right, tile == begin, tile, absent),
                     *(limit, queries, masked, qk_scale, N, NW, P, CAUSAL, score, accum_row),
                 )
                 weights.store(p.to(dtype))

@@ -114,8 +114,8 @@ def store_result(
 ):
     """Write out and lse of a sequence that one worker saw whole.
 
-    ``late`` is a zero that is known only here: nothing is computed before the loop over tiles
-    and kept in registers for this end of it.
+    ``late`` is a zero that is known only here: what it is added to is computed now, and not
+    before the loop over tiles and kept in registers for this end of it.
     """
     accum_row: gl.constexpr = gl.SliceLayout(0, accum)
     dtype: gl.constexpr = out_ptr.dtype.element_ty

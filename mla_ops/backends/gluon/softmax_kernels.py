@@ -7,8 +7,9 @@ from triton.experimental.gluon import language as gl
 from mla_ops.backends.gluon.schedule_kernels import TILE
 
 _BEYOND = gl.constexpr(2**30)
-# Below every score, and finite: less it, a masked one is still -inf.
+# Below every score, and finite: a masked one less it is still -inf.
 LOWEST = gl.constexpr(-3.4028234663852886e38)
+# Powers of two by which weights may exceed 1: fp16 holds 2**15.
 _SLACK = gl.constexpr(8.0)
 
 
@@ -65,7 +66,6 @@ def weigh(
     acc_left,
     acc_right,
     first,
-    partly,
     tile,
     absent,
     limit,
@@ -79,16 +79,16 @@ def weigh(
     score: gl.constexpr,
     accum_row: gl.constexpr,
 ):
-    """Turn the scores of a tile into weights; tokens at and behind ``limit`` have none.
+    """Turn the scores of a tile into weights; tokens at and behind a row's limit get none.
 
-    A row's weights are relative to ``m``, one of its greatest scores so far: it follows the
-    maximum only when that has grown by more than a factor of 2**_SLACK, for everything summed
-    before has to be rescaled then.
+    Weights are relative to ``m``, the rows' maxima at an earlier tile. Only when a score exceeds
+    its row's by more than _SLACK, and at the first tile, are maxima looked for, and everything
+    summed before is rescaled; most tiles are spared both.
 
     Returns:
         tuple: the weights, and m, the totals and the accumulators to go on with.
     """
-    if partly:
+    if ((tile + 1) * TILE > limit) | (absent != 0):
         token = gl.arange(0, TILE, layout=gl.SliceLayout(1, score))
         if P >= TILE:
             position = token + gl.where(absent != 0, _BEYOND, tile * TILE)

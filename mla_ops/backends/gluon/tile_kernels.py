@@ -108,7 +108,7 @@ def _fetch(kv, column, row0, row1, row2, row3, bar, buffer, P: gl.constexpr):
 
 @gluon.jit
 def expect_tile(left_bar, right_bar, more, ROPE: gl.constexpr):
-    """Announce the copies of a tile; a barrier of the block before they start saves their own."""
+    """Announce the copies of a tile, if there is one; a barrier must come before they start."""
     mbarrier.expect(left_bar, TILE * HALF * 2, pred=more)
     mbarrier.expect(right_bar, TILE * (HALF + ROPE) * 2, pred=more)
 
@@ -137,6 +137,27 @@ def fetch_right(
     _fetch(kv_half, HALF, row0, row1, row2, row3, right_bar, right, P)
     if ROPE > 0:
         _fetch(kv_rope, V, row0, row1, row2, row3, right_bar, rope, P)
+
+
+@gluon.jit
+def fetch(
+    kv_half,
+    kv_rope,
+    row0,
+    row1,
+    row2,
+    row3,
+    left_bar,
+    right_bar,
+    left,
+    right,
+    rope,
+    P: gl.constexpr,
+    ROPE: gl.constexpr,
+):
+    """Start the copy of a whole tile."""
+    fetch_left(kv_half, row0, row1, row2, row3, left_bar, left, P)
+    fetch_right(kv_half, kv_rope, row0, row1, row2, row3, right_bar, right, rope, P, ROPE)
 
 
 @gluon.jit
