@@ -172,11 +172,17 @@ def problem(lengths, heads, seqlen_q, seed=0):
     )
 
 
+# So large that "auto" takes FlashMLA.
+LARGE = [
+    ([0, 1, 63, 64, 65, 700, 2048, 0] * 2, 128, 1),
+    ([300, 2, 1500, 64] * 9, 64, 2),
+]
 SHAPES = [
     ([4096], 16, 1),
     ([0, 1, 63, 64, 65, 700, 2048, 0], 16, 1),
     ([0, 1, 63, 64, 65, 700, 2048, 0], 128, 1),
     ([300, 2, 1500, 64], 64, 2),
+    *LARGE,
 ]
 
 
@@ -209,7 +215,7 @@ def test_unmodified_code_gives_flash_mlas_results(package, decode, shape):
         check_like_flash_mla(q, pool, table, lengths, out, lse)
 
 
-@pytest.mark.parametrize("shape", SHAPES[2:], ids=lambda shape: f"B{len(shape[0])}-H{shape[1]}")
+@pytest.mark.parametrize("shape", LARGE, ids=lambda shape: f"B{len(shape[0])}-H{shape[1]}")
 def test_flash_mlas_own_schedule_gives_its_own_bits(package, shape):
     """Large calls run FlashMLA's kernel; with its schedule nothing is left to differ."""
     q, pool, table, lengths = problem(*shape)
