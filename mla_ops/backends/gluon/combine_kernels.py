@@ -97,7 +97,8 @@ def _combine_units(
             second = 0
             block_out_ptr += E * RG * SLOTS * N * V
             block_lse_ptr += E * RG * SLOTS * N
-            gl.thread_barrier()  # before the weights of the last pass are overwritten
+            # Before the weights of the last pass are overwritten.
+            gl.thread_barrier()
             m_new = gl.maximum(m, gl.max(part_lse, 0))
             m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
             weight = gl.exp2(part_lse - m_safe[None, :])

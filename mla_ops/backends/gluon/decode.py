@@ -24,6 +24,8 @@ _BATCH_BUCKETS = (1, 32, 128, 1024, 4096)
 # The combine kernel merges up to so many parts in one short pass: a few SMs more would cost more
 # than they bring.
 _FEW_PARTS = 32
+# Columns that a block of the combine kernel merges, by the parts it merges at once.
+_MERGE_WIDTHS = {4: 128, 8: 64, 16: 32, 32: 32, 64: 8, 128: 4}
 # Blocks of the combine kernel beyond which each of them merges several units.
 _MERGE_BLOCKS = 4096
 _BOX_LAYOUT = {
@@ -47,12 +49,7 @@ class DecodeConfig(NamedTuple):
 
 
 def decode_config(
-    batch_size: int,
-    num_rows: int,
-    multiprocessors: int = 132,
-    *,
-    page_size: int,
-    capacity: int,
+    batch_size: int, num_rows: int, multiprocessors: int = 132, *, capacity: int
 ) -> DecodeConfig:
     """Choose the kernels of a call.
 
@@ -60,7 +57,6 @@ def decode_config(
         batch_size: B.
         num_rows: query rows of a sequence, S * H.
         multiprocessors: SMs of the device.
-        page_size: P.
         capacity: tokens a row of the block table has room for, M * P.
 
     Source: variants timed on an H200, scripts/bench_decode.py.
@@ -73,21 +69,19 @@ def decode_config(
         parts, workers = _FEW_PARTS, _FEW_PARTS * batch_size
     tiles = max(ceil_div(capacity, TILE_TOKENS), 1)
     bucket = next(size for size in _BATCH_BUCKETS if batch_size <= size)
-    # Four warps hold 32 rows, but neither the places of many small pages nor a long plan beside.
-    wide = page_size < TILE_TOKENS or bucket > 1024
-    # Up to 128 values a thread at once; sequences of more parts than most take several passes.
+    # Four warps hold 32 rows, but not a long plan beside.
+    wide = bucket > 1024
+    # Sequences of more parts than most take several passes.
     most = min(parts, tiles)
     at_once = min(max(1 << (most - most // 16 - 1).bit_length(), 4), 128)
-    combine_warps = 2 if at_once <= 32 else 1
-    width = min(combine_warps * 512 // at_once, 128)
-    if bucket > 128:
-        combine_warps = 4  # for the plan
+    width = _MERGE_WIDTHS[at_once]
     units = row_tile // 8 * (_LATENT // width)
     blocks = batch_size * groups
     return DecodeConfig(
         *(row_tile, groups, bucket, workers),
         decode_warps=8 if row_tile == 64 or (row_tile == 32 and wide) else 4,
-        combine_warps=combine_warps,
+        # A long plan takes four.
+        combine_warps=4 if bucket > 128 else 2,
         combine_splits=min(units, max(_MERGE_BLOCKS // blocks, 8)),
         combine_parts=at_once,
         combine_width=width,
@@ -108,8 +102,8 @@ def _row_tile(batch_size: int, num_rows: int, capacity: int) -> int:
     if num_rows <= 64:
         if tokens <= 2**13 and batch_size <= 8:
             return 16
-        return 32 if tokens <= 2**16 and batch_size <= 64 else 64
-    return 32 if tokens <= 2**14 and num_rows <= 128 else 64
+        return 32 if tokens <= 2**17 and batch_size <= 64 else 64
+    return 32 if tokens <= 2**15 and num_rows <= 128 else 64
 
 
 def mla_decode_out(
@@ -167,9 +161,8 @@ def _launch(
     page_rows = page_size if pages == 1 else kv_cache.stride(0) // kv_cache.stride(1)
     rows = seqlen_q * heads
     capacity = block_table.shape[1] * page_size
-    config = decode_config(
-        *(batch, rows, streaming_multiprocessors(q.device)), page_size=page_size, capacity=capacity
-    )
+    multiprocessors = streaming_multiprocessors(q.device)
+    config = decode_config(batch, rows, multiprocessors, capacity=capacity)
     # Bounded by shapes alone: one block an SM, and no more than the table has tiles.
     workers = min(config.workers, batch * max(ceil_div(capacity, TILE_TOKENS), 1))
     part_out, part_lse = _partials(out, config, workers)
@@ -179,9 +172,13 @@ def _launch(
     strides = (*_strides(out, (0, 1, 2, 3)), *_strides(lse, (0, 1, 2)))
     options = {"N": config.row_tile, "RG": config.row_groups, "BP": config.batch_bucket}
     options |= {"SINK": attn_sink is not None, "PDL": True, "launch_pdl": True}
-    _mla_decode_kernel[(workers * config.row_groups,)](
+    blocks = workers * config.row_groups
+    if blocks > multiprocessors // 2:
+        # SMs left over get a block too: it lingers (see there).
+        blocks = max(blocks, multiprocessors)
+    _mla_decode_kernel[(blocks,)](
         *(kv_half, kv_rope, q, block_table, cache_seqlens, sink, out, lse),
-        *(part_out, part_lse, qk_scale, *shared),
+        *(part_out, part_lse, qk_scale, *shared, workers),
         *(pages, page_rows, block_table.stride(0), *_strides(q, (0, 1, 2)), *strides),
         P=page_size,
         ROPE=head_dim - _LATENT,

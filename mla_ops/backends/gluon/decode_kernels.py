@@ -3,7 +3,8 @@
 
 S^T [64 tokens, N rows] = K Q^T and O^T [512, N rows] = V^T P^T, where V^T is a transposed view of
 the K tile in shared memory: each KV byte is read once, and 16 heads waste nothing. One block per
-SM walks its share of the tiles (schedule_kernels.py) with two stages of TMA.
+SM walks its share of the tiles (schedule_kernels.py) with two stages of TMA; the scores of a tile
+follow the sums of the one before without a pause between.
 """
 
 from triton.experimental import gluon
@@ -11,10 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from mla_ops.backends.gluon.product_kernels import begin_scores, begin_sums, finish_scores
 from mla_ops.backends.gluon.row_kernels import (
     OUTPUT_STRIDES,
     UNALIGNED,
@@ -28,19 +29,20 @@ from mla_ops.backends.gluon.schedule_kernels import (
     TILE,
     gdc_launch_dependents,
     gdc_wait,
+    linger,
     load_length,
     plan_worker,
     tiles_of,
 )
-from mla_ops.backends.gluon.softmax_kernels import LOWEST, no_total, totals_of, weigh
+from mla_ops.backends.gluon.softmax_kernels import totals_of, weigh, weigh_first
 from mla_ops.backends.gluon.tile_kernels import (
     HALF,
-    absent_bits,
     expect_tile,
     fetch,
     fetch_left,
     fetch_right,
     load_pages,
+    look_ahead,
     next_tile,
     tile_rows,
     zero_rows,
@@ -55,6 +57,7 @@ STAGES = gl.constexpr(2)
         "num_heads_q",
         "num_rows",
         "capacity",
+        "workers",
         "num_pages",
         "page_rows",
         "table_stride",
@@ -78,6 +81,7 @@ def _mla_decode_kernel(
     num_heads_q,
     num_rows,
     capacity,
+    workers,
     num_pages,
     page_rows,
     table_stride,
@@ -132,169 +136,162 @@ def _mla_decode_kernel(
     # Neighbouring blocks hold the row groups of the same tiles and share them in L2.
     rg = pid % RG
     worker = pid // RG
-    workers = gl.num_programs(0) // RG
     stage_queries(queries, rg, num_heads_q, N, NW)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     b, tile, count = plan_worker(cache_seqlens_ptr, batch, capacity, worker, workers, BP, NW)
-    if count > 0:
+    if (count <= 0) | (worker >= workers):
+        linger()
+    else:
+        table = (block_table_ptr, table_stride, cache_seqlens_ptr, batch, capacity)
+        pool = (num_pages, page_rows)
         # The producer's cursor runs two tiles ahead of the products.
         length = load_length(cache_seqlens_ptr, b, capacity)
-        here0, here1, here2, here3 = load_pages(block_table_ptr, table_stride, b, tile, length, P)
-        ahead_b, ahead_tile, ahead_length, ahead_tiles, next0, next1, next2, next3 = next_tile(
-            *(block_table_ptr, table_stride, cache_seqlens_ptr, batch, capacity),
-            *(b, tile, length, tiles_of(length), BP, P),
+        pages_first = load_pages(table, b, tile, length, P)
+        second, pages_second = next_tile(table, (b, tile, length, tiles_of(length)), BP, P)
+        ahead, pages = next_tile(table, second, BP, P)
+        expect_tile(left_bars.index(0), right_bars.index(0), True, ROPE)
+        expect_tile(left_bars.index(1), right_bars.index(1), count > 1, ROPE)
+        gl.thread_barrier()
+        rows, absent = tile_rows(pages_first, tile, pool, P)
+        fetch(
+            *(kv_half, kv_rope, rows, left_bars.index(0), right_bars.index(0)),
+            *(left.index(0), right.index(0), rope.index(0), P, ROPE),
         )
-        next_in_b = ahead_tile
-        ahead_b, ahead_tile, ahead_length, ahead_tiles, page0, page1, page2, page3 = next_tile(
-            *(block_table_ptr, table_stride, cache_seqlens_ptr, batch, capacity),
-            *(ahead_b, ahead_tile, ahead_length, ahead_tiles, BP, P),
-        )
-        # Small loads before large ones: they would queue behind the copies of two tiles.
         q_first, q_second, q_third = load_q(
             *(q_ptr, b, rg, queries, num_rows, num_heads_q),
             *(q_stride_b, q_stride_s, q_stride_h, N, ROPE, NW),
         )
-        expect_tile(left_bars.index(0), right_bars.index(0), True, ROPE)
-        expect_tile(left_bars.index(1), right_bars.index(1), count > 1, ROPE)
-        gl.thread_barrier()
-        row0, row1, row2, row3 = tile_rows(
-            here0, here1, here2, here3, tile, num_pages, page_rows, P
-        )
-        absent = absent_bits(row0, row1, row2, row3, P)
-        fetch(
-            *(kv_half, kv_rope, row0, row1, row2, row3, left_bars.index(0), right_bars.index(0)),
-            *(left.index(0), right.index(0), rope.index(0), P, ROPE),
-        )
-        row0, row1, row2, row3 = tile_rows(
-            next0, next1, next2, next3, next_in_b, num_pages, page_rows, P
-        )
-        absent_next = absent_bits(row0, row1, row2, row3, P)
+        rows, absent_next = tile_rows(pages_second, second[1], pool, P)
+        stage_q(q_first, q_second, q_third, q_left, q_right, q_tail, ROPE)
+        # Only now: the second tiles of all blocks would hold up q and the first ones.
         if count > 1:
             fetch(
-                *(kv_half, kv_rope, row0, row1, row2, row3, left_bars.index(1)),
-                *(right_bars.index(1), left.index(1), right.index(1), rope.index(1), P, ROPE),
+                *(kv_half, kv_rope, rows, left_bars.index(1), right_bars.index(1)),
+                *(left.index(1), right.index(1), rope.index(1), P, ROPE),
             )
-        stage_q(q_first, q_second, q_third, q_left, q_right, q_tail, ROPE)
         done = 0
         stage = 0
         phase = 0
         slot = pid if BP == 1 else 2 * pid
-        masked = gl.where(qk_scale < 0, float("inf"), -float("inf"))  # -inf when scaled
         while done < count:
             length = load_length(cache_seqlens_ptr, b, capacity)
             tiles = tiles_of(length)
             stop = gl.minimum(tile + count - done, tiles)
-            whole = (tile == 0) & (stop == tiles)
-            # A zero the compiler cannot fold: what depends on it is computed where it is used, not
-            # before the loop and kept (at 16 rows, 183 registers against 231).
+            part = (tile > 0) | (stop < tiles)
+            # A zero the compiler cannot fold, here and below: what depends on it is computed where
+            # it is used, not before the loop and kept; the alignment of q_stride_b stays known.
             zero = done >> 28
-            group = rg + zero
-
-            if BP > 1:  # noqa: SIM102 (decided when the kernel is compiled)
+            if BP > 1:
+                # Kept, it would be spilled.
+                rg = (slot >> 1) % RG
                 if done > 0:
                     q_first, q_second, q_third = load_q(
-                        *(q_ptr, b, group, queries, num_rows, num_heads_q),
-                        *(q_stride_b + zero, q_stride_s, q_stride_h, N, ROPE, NW),
+                        *(q_ptr, b, rg, queries, num_rows, num_heads_q),
+                        *(q_stride_b + zero * 16, q_stride_s, q_stride_h, N, ROPE, NW),
                     )
                     stage_q(q_first, q_second, q_third, q_left, q_right, q_tail, ROPE)
 
-            m = gl.full([N], LOWEST, gl.float32, layout=score_row)
-            total = no_total(N, score)
             acc_left = gl.zeros([HALF, N], gl.float32, layout=accum)
             acc_right = gl.zeros([HALF, N], gl.float32, layout=accum)
+            # -inf when scaled.
+            masked = gl.where(qk_scale < zero, float("inf"), -float("inf"))
             # The first query sees the tokens before this one.
             limit = length
             if CAUSAL:
                 limit = length - num_rows // num_heads_q + 1
-            begin = tile
-            while tile < stop:
-                # Again such a zero: with a constant index 36 wgmma descriptors of Q are kept in
-                # registers (251 registers and spills, against 164).
+            mbarrier.wait(left_bars.index(stage), phase)
+            s = begin_scores(left, q_left, stage, zero, N, score)
+            mbarrier.wait(right_bars.index(stage), phase)
+            s = finish_scores(right, rope, q_right, q_tail, stage, zero, s, ROPE)
+            s = warpgroup_mma_wait(0, deps=[s, left, right, rope, q_left, q_right, q_tail])[0]
+            p, m, total = weigh_first(
+                *(s, tile, absent, limit, queries, masked, qk_scale, N, NW, P, CAUSAL, score)
+            )
+            weights.store(p.to(dtype))
+            while tile + 1 < stop:
                 zero = done >> 28
-                mbarrier.wait(left_bars.index(stage), phase)
-                s = gl.zeros([TILE, N], gl.float32, layout=score)
-                s = warpgroup_mma(
-                    *(left.index(stage), q_left.index(zero).permute((1, 0)), s),
-                    use_acc=False,
-                    is_async=True,
-                )
-                mbarrier.wait(right_bars.index(stage), phase)
-                s = warpgroup_mma(
-                    right.index(stage), q_right.index(zero).permute((1, 0)), s, is_async=True
-                )
-                if ROPE > 0:
-                    s = warpgroup_mma(
-                        rope.index(stage), q_tail.index(zero).permute((1, 0)), s, is_async=True
-                    )
-                s = warpgroup_mma_wait(0, deps=[s, left, right, rope, q_left, q_right, q_tail])[0]
-                rest = length - tile * TILE
-                if rest < TILE:
-                    # Unwritten slots may hold NaN, and 0 * NaN is NaN.
-                    zero_rows(left.index(stage), rest, NW)
-                    zero_rows(right.index(stage), rest, NW)
-                p, m, total, acc_left, acc_right = weigh(
-                    *(s, m, total, acc_left, acc_right, tile == begin, tile, absent),
-                    *(limit, queries, masked, qk_scale, N, NW, P, CAUSAL, score, accum_row),
-                )
-                weights.store(p.to(dtype))
                 more = done + STAGES < count
                 expect_tile(left_bars.index(stage), right_bars.index(stage), more, ROPE)
                 fence_async_shared()
                 gl.thread_barrier()
-                acc_left = warpgroup_mma(
-                    left.index(stage).permute((1, 0)), weights, acc_left, is_async=True
-                )
-                acc_right = warpgroup_mma(
-                    right.index(stage).permute((1, 0)), weights, acc_right, is_async=True
-                )
+                acc_left, acc_right = begin_sums(left, right, stage, weights, acc_left, acc_right)
                 # Beside the products: where the tile after next lies, and its successor's pages.
-                row0, row1, row2, row3 = tile_rows(
-                    page0, page1, page2, page3, ahead_tile, num_pages, page_rows, P
-                )
                 absent = absent_next
-                absent_next = absent_bits(row0, row1, row2, row3, P)
-                (ahead_b, ahead_tile, ahead_length, ahead_tiles, page0, page1, page2, page3) = (
-                    next_tile(
-                        *(block_table_ptr, table_stride, cache_seqlens_ptr, batch, capacity),
-                        *(ahead_b, ahead_tile, ahead_length, ahead_tiles, BP, P),
-                    )
-                )
-                acc_left = warpgroup_mma_wait(1, deps=[acc_left, left, weights])[0]
-                gl.thread_barrier()
-                if more:
-                    bar = left_bars.index(stage)
-                    fetch_left(kv_half, row0, row1, row2, row3, bar, left.index(stage), P)
-                acc_right = warpgroup_mma_wait(0, deps=[acc_right, right, weights])[0]
-                gl.thread_barrier()
-                if more:
-                    fetch_right(
-                        *(kv_half, kv_rope, row0, row1, row2, row3),
-                        *(right_bars.index(stage), right.index(stage), rope.index(stage)),
-                        *(P, ROPE),
-                    )
+                rows, absent_next, ahead, pages = look_ahead(table, pool, ahead, pages, BP, P)
+                used = stage
                 done += 1
                 tile += 1
                 # Counted by hand: of done % 2, the compiler keeps each multiple it needs.
                 phase ^= stage
                 stage = 1 - stage
+                acc_left = warpgroup_mma_wait(1, deps=[acc_left, left, weights])[0]
+                gl.thread_barrier()
+                if more:
+                    fetch_left(kv_half, rows, left_bars.index(used), left.index(used), P)
+                mbarrier.wait(left_bars.index(stage), phase)
+                s = begin_scores(left, q_left, stage, zero, N, score)
+                acc_right = warpgroup_mma_wait(1, deps=[acc_right, right, weights])[0]
+                gl.thread_barrier()
+                if more:
+                    fetch_right(
+                        *(kv_half, kv_rope, rows, right_bars.index(used), right.index(used)),
+                        *(rope.index(used), P, ROPE),
+                    )
+                mbarrier.wait(right_bars.index(stage), phase)
+                s = finish_scores(right, rope, q_right, q_tail, stage, zero, s, ROPE)
+                s = warpgroup_mma_wait(0, deps=[s, left, right, rope, q_left, q_right, q_tail])[0]
+                p, m, total, acc_left, acc_right = weigh(
+                    *(s, m, total, acc_left, acc_right, tile, absent),
+                    *(limit, queries, masked, qk_scale, N, NW, P, CAUSAL, score, accum_row),
+                )
+                weights.store(p.to(dtype))
 
-            row_total = totals_of(total, N, NW, score)
-            late = done >> 28  # and again
-            if whole:
+            rest = length - tile * TILE
+            if rest < TILE:
+                # Unwritten slots may hold NaN, and 0 * NaN is NaN.
+                zero_rows(left.index(stage), rest, NW)
+                zero_rows(right.index(stage), rest, NW)
+            more = done + STAGES < count
+            if BP > 1:
+                expect_tile(left_bars.index(stage), right_bars.index(stage), more, ROPE)
+            fence_async_shared()
+            gl.thread_barrier()
+            acc_left, acc_right = begin_sums(left, right, stage, weights, acc_left, acc_right)
+            # A sole sequence ends with the block's share: nothing is left to fetch.
+            if BP > 1:
+                absent = absent_next
+                rows, absent_next, ahead, pages = look_ahead(table, pool, ahead, pages, BP, P)
+            acc_left, acc_right, _, _, _ = warpgroup_mma_wait(
+                0, deps=[acc_left, acc_right, left, right, weights]
+            )
+            gl.thread_barrier()
+            if BP > 1:  # noqa: SIM102 (decided when the kernel is compiled)
+                if more:
+                    fetch(
+                        *(kv_half, kv_rope, rows, left_bars.index(stage), right_bars.index(stage)),
+                        *(left.index(stage), right.index(stage), rope.index(stage), P, ROPE),
+                    )
+            done += 1
+            phase ^= stage
+            stage = 1 - stage
+
+            row_total = totals_of(total, N, score)
+            late = done >> 28
+            if part:
+                store_partial(
+                    *(acc_left, acc_right, m, row_total, q_left, q_right),
+                    *(part_out_ptr, part_lse_ptr, slot + late, N, NW, accum, score_row),
+                )
+            else:
                 store_result(
                     *(acc_left, acc_right, m, row_total, sink_ptr, out_ptr, lse_ptr),
                     *(queries, b, rg, late, num_rows, num_heads_q),
                     *(out_stride_b, out_stride_s, out_stride_h, out_stride_v),
                     *(lse_stride_b, lse_stride_h, lse_stride_s, N, SINK, accum, score_row),
                 )
-            else:
-                store_partial(
-                    *(acc_left, acc_right, m, row_total, q_left, q_right),
-                    *(part_out_ptr, part_lse_ptr, slot + late, N, NW, accum, score_row),
-                )
             if BP > 1:
-                slot = 2 * pid + 1
+                slot |= 1
             b += 1
             tile = 0

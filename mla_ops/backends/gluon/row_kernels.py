@@ -34,11 +34,12 @@ def _load_q(q_row_ptr, offset, live, column, W: gl.constexpr, layout: gl.constex
 def store_scale(m, total, sink_ptr, head, live, SINK: gl.constexpr):
     """Return the factor of the accumulator and the lse of rows with maximum m and sum total."""
     lse2 = m + libdevice.fast_log2f(total)
-    share = 1.0 / total
+    share = libdevice.fast_dividef(1.0, total)
     if SINK:
         sink2 = gl.load(sink_ptr + head, mask=live, other=0.0) * LOG2E
         share = share / (1.0 + gl.exp2(sink2 - lse2))
-    return gl.where(total > 0, share, 0.0), gl.where(total > 0, lse2 * LN2, -float("inf"))
+    empty = total == 0
+    return gl.where(empty, 0.0, share), gl.where(empty, -float("inf"), lse2 * LN2)
 
 
 @gluon.jit
@@ -140,8 +141,6 @@ def store_result(
     out_at = b.to(gl.int64) * out_stride_b
     out_at += query * out_stride_s + (at - query * num_heads_q) * out_stride_h
     v = gl.arange(0, HALF, layout=gl.SliceLayout(1, accum))
-    if N == 32:
-        v += late
     target = out_ptr + out_at[None, :] + (v * out_stride_v)[:, None]
     gl.store(target, (acc_left * factor[None, :]).to(dtype), mask=live)
     target += HALF * out_stride_v
@@ -188,8 +187,9 @@ def store_partial(
     """
     dtype: gl.constexpr = part_out_ptr.dtype.element_ty
     accum_row: gl.constexpr = gl.SliceLayout(0, accum)
-    seen = total > 0
-    share = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), accum_row)
+    empty = total == 0
+    share = gl.where(empty, 0.0, libdevice.fast_dividef(1.0, total))
+    share = gl.convert_layout(share, accum_row)
     partial = part_out_ptr + slot * (N * V)
     if dtype.primitive_bitwidth == 16:
         _store_wide(acc_left * share[None, :], q_left, partial, N, NW)
@@ -200,5 +200,5 @@ def store_partial(
         partial += (row // 8 * (V * 8) + row % 8)[None, :] + (v * 8)[:, None]
         gl.store(partial, acc_left * share[None, :])
         gl.store(partial + HALF * 8, acc_right * share[None, :])
-    lse2 = gl.where(seen, m + libdevice.fast_log2f(total), -float("inf"))
+    lse2 = gl.where(empty, -float("inf"), m + libdevice.fast_log2f(total))
     gl.store(part_lse_ptr + slot * N + gl.arange(0, N, layout=score_row), lse2)

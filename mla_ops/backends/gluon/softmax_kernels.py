@@ -8,9 +8,10 @@ from mla_ops.backends.gluon.schedule_kernels import TILE
 
 _BEYOND = gl.constexpr(2**30)
 # Below every score, and finite: a masked one less it is still -inf.
-LOWEST = gl.constexpr(-3.4028234663852886e38)
-# Powers of two by which weights may exceed 1: fp16 holds 2**15.
-_SLACK = gl.constexpr(8.0)
+_LOWEST = gl.constexpr(-3.4028234663852886e38)
+# Powers of two by which weights may exceed 1: fp16 holds 2**15, and sums in float32 leave room for
+# any value of fp16 and for those of bf16 below 2**80.
+_SLACK = gl.constexpr(15.0)
 
 
 @gluon.constexpr_function
@@ -53,9 +54,57 @@ def _any_above(s, bound, N: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def no_total(N: gl.constexpr, score: gl.constexpr):
-    """Return the zeros that ``weigh`` adds its weights to; half a tile's, as a thread adds two."""
-    return gl.sum(gl.zeros([TILE, N], gl.float32, layout=score).reshape((4, 2, 8, N)), 1)
+def _mask(
+    s,
+    tile,
+    absent,
+    limit,
+    queries,
+    masked,
+    N: gl.constexpr,
+    P: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    score: gl.constexpr,
+):
+    """Mask the tokens at and behind a row's limit and those of absent pages."""
+    if ((tile + 1) * TILE > limit) | (absent != 0):
+        token = gl.arange(0, TILE, layout=gl.SliceLayout(1, score))
+        if P >= TILE:
+            position = token + gl.where(absent != 0, _BEYOND, tile * TILE)
+        else:
+            position = token + tile * TILE
+            position = gl.where((absent >> (token // P)) & 1 != 0, _BEYOND, position)
+        row_limit = gl.full([N], 0, gl.int32, layout=gl.SliceLayout(0, score)) + limit
+        if CAUSAL:
+            row_limit += queries.load(gl.SliceLayout(0, score))
+        s = gl.where(position[:, None] < row_limit[None, :], s, masked)
+    return s
+
+
+@gluon.jit
+def weigh_first(
+    s,
+    tile,
+    absent,
+    limit,
+    queries,
+    masked,
+    qk_scale,
+    N: gl.constexpr,
+    NW: gl.constexpr,
+    P: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    score: gl.constexpr,
+):
+    """Turn the scores of a sequence's first tile into weights relative to each row's maximum.
+
+    Returns:
+        tuple: the weights, the maxima and the totals to go on with.
+    """
+    s = _mask(s, tile, absent, limit, queries, masked, N, P, CAUSAL, score) * qk_scale
+    m = gl.maximum(_column_max(s, N, NW, score), _LOWEST)
+    p = gl.exp2(s - m[None, :])
+    return p, m, gl.sum(p.reshape((4, 2, 8, N)), 1)
 
 
 @gluon.jit
@@ -65,7 +114,6 @@ def weigh(
     total,
     acc_left,
     acc_right,
-    first,
     tile,
     absent,
     limit,
@@ -79,49 +127,35 @@ def weigh(
     score: gl.constexpr,
     accum_row: gl.constexpr,
 ):
-    """Turn the scores of a tile into weights; tokens at and behind a row's limit get none.
+    """Turn the scores of a later tile into weights; no product may be in flight.
 
     Weights are relative to ``m``, the rows' maxima at an earlier tile. Only when a score exceeds
-    its row's by more than _SLACK, and at the first tile, are maxima looked for, and everything
-    summed before is rescaled; most tiles are spared both.
+    its row's by more than _SLACK are maxima looked for, and everything summed before is rescaled;
+    most tiles are spared both.
 
     Returns:
         tuple: the weights, and m, the totals and the accumulators to go on with.
     """
-    if ((tile + 1) * TILE > limit) | (absent != 0):
-        token = gl.arange(0, TILE, layout=gl.SliceLayout(1, score))
-        if P >= TILE:
-            position = token + gl.where(absent != 0, _BEYOND, tile * TILE)
-        else:
-            position = token + tile * TILE
-            position = gl.where((absent >> (token // P)) & 1 != 0, _BEYOND, position)
-        row_limit = gl.full([N], 0, gl.int32, layout=gl.SliceLayout(0, score)) + limit
-        if CAUSAL:
-            row_limit += queries.load(gl.SliceLayout(0, score))
-        s = gl.where(position[:, None] < row_limit[None, :], s, masked)
+    s = _mask(s, tile, absent, limit, queries, masked, N, P, CAUSAL, score)
     excess = s * qk_scale - m[None, :]
     p = gl.exp2(excess)
-    rises = first
-    if not first:
-        rises = _any_above(excess, _SLACK, N, NW)
-    if rises:
+    if _any_above(excess, _SLACK, N, NW):
         s = s * qk_scale
         m_new = gl.maximum(m, _column_max(s, N, NW, score))
         p = gl.exp2(s - m_new[None, :])
-        if not first:
-            decay = gl.exp2(m - m_new)
-            along: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, total.type.layout))
-            total = total * gl.convert_layout(decay, along)[None, None, :]
-            scale = gl.convert_layout(decay, accum_row)
-            acc_left = acc_left * scale[None, :]
-            acc_right = acc_right * scale[None, :]
+        decay = gl.exp2(m - m_new)
+        along: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, total.type.layout))
+        total = total * gl.convert_layout(decay, along)[None, None, :]
+        scale = gl.convert_layout(decay, accum_row)
+        acc_left = acc_left * scale[None, :]
+        acc_right = acc_right * scale[None, :]
         m = m_new
     total += gl.sum(p.reshape((4, 2, 8, N)), 1)
     return p, m, total, acc_left, acc_right
 
 
 @gluon.jit
-def totals_of(total, N: gl.constexpr, NW: gl.constexpr, score: gl.constexpr):
+def totals_of(total, N: gl.constexpr, score: gl.constexpr):
     """Return the sum of each row's weights."""
     own = gl.sum(total, 1)
     if N == 16:

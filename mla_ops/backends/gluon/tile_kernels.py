@@ -35,19 +35,22 @@ def _load_page(table_row_ptr, page, length, P: gl.constexpr):
 
 
 @gluon.jit
-def load_pages(block_table_ptr, table_stride, b, tile, length, P: gl.constexpr):
+def load_pages(table, b, tile, length, P: gl.constexpr):
     """Load the block table's entries for a tile (four, of which 64 / P count).
 
     In the loop nothing depends on them until a tile later: behind the copies in flight they take a
     while. What was known to be the same for all threads would go to a uniform register, which has
     to wait for it at once.
     """
+    block_table_ptr, table_stride, _, _, _ = table
     # Neither is negative: a product of two words, without a sign to keep.
     row = (b + _thread_zero()).to(gl.uint32).to(gl.uint64)
-    table_row_ptr = block_table_ptr + row * table_stride.to(gl.uint32)
+    if table_stride.dtype == gl.int32:
+        table_stride = table_stride.to(gl.uint32)
+    table_row_ptr = block_table_ptr + row * table_stride
     if P >= TILE:
-        page0 = _load_page(table_row_ptr, tile // (P // TILE), length, P)
-        return page0, page0, page0, page0
+        page = _load_page(table_row_ptr, tile // (P // TILE), length, P)
+        return page, page, page, page
     else:
         first = tile * (TILE // P)
         page0 = _load_page(table_row_ptr, first, length, P)
@@ -61,49 +64,54 @@ def load_pages(block_table_ptr, table_stride, b, tile, length, P: gl.constexpr):
 
 
 @gluon.jit
-def _page_row(page, num_pages, page_rows):
+def _page_row(page, pool):
+    num_pages, page_rows = pool
     present = (page >= 0) & (page < num_pages)
     return gl.where(present, page * page_rows, _ABSENT)
 
 
 @gluon.jit
-def tile_rows(page0, page1, page2, page3, tile, num_pages, page_rows, P: gl.constexpr):
-    """Return the pool rows of a tile's boxes; absent ones < 0."""
-    row0 = _page_row(page0, num_pages, page_rows)
+def tile_rows(pages, tile, pool, P: gl.constexpr):
+    """Return the pool rows of a tile's boxes, absent ones < 0, and a bit for each absent one."""
+    row0 = _page_row(pages[0], pool)
+    absent = (row0 < 0).to(gl.int32)
     if P >= TILE:
         row0 = gl.where(row0 < 0, row0, row0 + tile % (P // TILE) * TILE)
-        return row0, row0, row0, row0
+        return (row0, row0, row0, row0), absent
     else:
-        row1 = _page_row(page1, num_pages, page_rows)
+        row1 = _page_row(pages[1], pool)
+        absent += (row1 < 0).to(gl.int32) * 2
         row2 = row0
         row3 = row1
         if P == 16:
-            row2 = _page_row(page2, num_pages, page_rows)
-            row3 = _page_row(page3, num_pages, page_rows)
-        return row0, row1, row2, row3
+            row2 = _page_row(pages[2], pool)
+            row3 = _page_row(pages[3], pool)
+            absent += (row2 < 0).to(gl.int32) * 4 + (row3 < 0).to(gl.int32) * 8
+        return (row0, row1, row2, row3), absent
 
 
 @gluon.jit
-def absent_bits(row0, row1, row2, row3, P: gl.constexpr):
-    """Return a bit for each box of a tile that holds no page."""
-    bits = (row0 < 0).to(gl.int32)
-    if P < TILE:
-        bits += (row1 < 0).to(gl.int32) * 2
-        if P == 16:
-            bits += (row2 < 0).to(gl.int32) * 4 + (row3 < 0).to(gl.int32) * 8
-    return bits
+def next_tile(table, cursor, BP: gl.constexpr, P: gl.constexpr):
+    """Step to the next tile, into the next sequence at a sequence's end, and load its pages."""
+    b, tile, length, tiles = cursor
+    tile += 1
+    if BP > 1:  # noqa: SIM102 (decided when the kernel is compiled)
+        if tile == tiles:
+            # Past the last sequence nothing is fetched: any length will do.
+            _, _, cache_seqlens_ptr, batch, capacity = table
+            b = gl.minimum(b + 1, batch - 1)
+            tile = 0
+            length = load_length(cache_seqlens_ptr, b, capacity)
+            tiles = tiles_of(length)
+    return (b, tile, length, tiles), load_pages(table, b, tile, length, P)
 
 
 @gluon.jit
-def _fetch(kv, column, row0, row1, row2, row3, bar, buffer, P: gl.constexpr):
-    if P >= TILE:
-        tma.async_copy_global_to_shared(kv, [row0, column], bar, buffer)
-    else:
-        tma.async_copy_global_to_shared(kv, [row0, column], bar, buffer.slice(0, P))
-        tma.async_copy_global_to_shared(kv, [row1, column], bar, buffer.slice(P, P))
-        if P == 16:
-            tma.async_copy_global_to_shared(kv, [row2, column], bar, buffer.slice(32, P))
-            tma.async_copy_global_to_shared(kv, [row3, column], bar, buffer.slice(48, P))
+def look_ahead(table, pool, cursor, pages, BP: gl.constexpr, P: gl.constexpr):
+    """Return where the cursor's tile lies, what of it is absent, and the tile behind it."""
+    rows, absent = tile_rows(pages, cursor[1], pool, P)
+    cursor, pages = next_tile(table, cursor, BP, P)
+    return rows, absent, cursor, pages
 
 
 @gluon.jit
@@ -114,39 +122,38 @@ def expect_tile(left_bar, right_bar, more, ROPE: gl.constexpr):
 
 
 @gluon.jit
-def fetch_left(kv_half, row0, row1, row2, row3, left_bar, left, P: gl.constexpr):
+def _fetch(kv, column, rows, bar, buffer, P: gl.constexpr):
+    if P >= TILE:
+        tma.async_copy_global_to_shared(kv, [rows[0], column], bar, buffer)
+    else:
+        tma.async_copy_global_to_shared(kv, [rows[0], column], bar, buffer.slice(0, P))
+        tma.async_copy_global_to_shared(kv, [rows[1], column], bar, buffer.slice(P, P))
+        if P == 16:
+            tma.async_copy_global_to_shared(kv, [rows[2], column], bar, buffer.slice(32, P))
+            tma.async_copy_global_to_shared(kv, [rows[3], column], bar, buffer.slice(48, P))
+
+
+@gluon.jit
+def fetch_left(kv_half, rows, left_bar, left, P: gl.constexpr):
     """Start the copy of a tile's first half."""
-    _fetch(kv_half, 0, row0, row1, row2, row3, left_bar, left, P)
+    _fetch(kv_half, 0, rows, left_bar, left, P)
 
 
 @gluon.jit
 def fetch_right(
-    kv_half,
-    kv_rope,
-    row0,
-    row1,
-    row2,
-    row3,
-    right_bar,
-    right,
-    rope,
-    P: gl.constexpr,
-    ROPE: gl.constexpr,
+    kv_half, kv_rope, rows, right_bar, right, rope, P: gl.constexpr, ROPE: gl.constexpr
 ):
     """Start the copy of a tile's second half and rope."""
-    _fetch(kv_half, HALF, row0, row1, row2, row3, right_bar, right, P)
+    _fetch(kv_half, HALF, rows, right_bar, right, P)
     if ROPE > 0:
-        _fetch(kv_rope, V, row0, row1, row2, row3, right_bar, rope, P)
+        _fetch(kv_rope, V, rows, right_bar, rope, P)
 
 
 @gluon.jit
 def fetch(
     kv_half,
     kv_rope,
-    row0,
-    row1,
-    row2,
-    row3,
+    rows,
     left_bar,
     right_bar,
     left,
@@ -156,35 +163,8 @@ def fetch(
     ROPE: gl.constexpr,
 ):
     """Start the copy of a whole tile."""
-    fetch_left(kv_half, row0, row1, row2, row3, left_bar, left, P)
-    fetch_right(kv_half, kv_rope, row0, row1, row2, row3, right_bar, right, rope, P, ROPE)
-
-
-@gluon.jit
-def next_tile(
-    block_table_ptr,
-    table_stride,
-    cache_seqlens_ptr,
-    batch,
-    capacity,
-    b,
-    tile,
-    length,
-    tiles,
-    BP: gl.constexpr,
-    P: gl.constexpr,
-):
-    """Step to the next tile, into the next sequence at a sequence's end, and load its pages."""
-    tile += 1
-    if BP > 1:  # noqa: SIM102 (decided when the kernel is compiled)
-        if tile == tiles:
-            # Past the last sequence nothing is fetched: any length will do.
-            b = gl.minimum(b + 1, batch - 1)
-            tile = 0
-            length = load_length(cache_seqlens_ptr, b, capacity)
-            tiles = tiles_of(length)
-    page0, page1, page2, page3 = load_pages(block_table_ptr, table_stride, b, tile, length, P)
-    return b, tile, length, tiles, page0, page1, page2, page3
+    fetch_left(kv_half, rows, left_bar, left, P)
+    fetch_right(kv_half, kv_rope, rows, right_bar, right, rope, P, ROPE)
 
 
 @gluon.jit
