@@ -174,7 +174,7 @@ def problem(lengths, heads, seqlen_q, seed=0):
 
 # So large that "auto" takes FlashMLA.
 LARGE = [
-    ([0, 1, 63, 64, 65, 700, 2048, 0] * 2, 128, 1),
+    ([0, 1, 63, 64, 65, 700, 2048, 0] * 4, 128, 1),
     ([300, 2, 1500, 64] * 9, 64, 2),
 ]
 SHAPES = [

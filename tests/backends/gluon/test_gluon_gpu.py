@@ -5,106 +5,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_ops.backends import gluon, reference
-from mla_ops.backends.gluon import decode
+from gluon_calls import BEYOND, RAGGED, block_of, check, config_of, oracle, problem, run
+
+from mla_ops.backends import gluon
 from mla_ops.testing.numerics import assert_close_to_fp64, assert_lse_close_to_fp64
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 if not torch.cuda.is_available() or gluon.unavailable(torch.device("cuda")):
     pytest.skip("needs a Hopper device", allow_module_level=True)
-
-RAGGED = [0, 1, 63, 64, 65, 127, 128, 129, 1000, 4097, 3, 777]
-SCALE = 0.135234
-BEYOND = 2147480000
-
-
-def problem(
-    lengths,
-    *,
-    heads=16,
-    seqlen_q=1,
-    page_size=64,
-    dtype=torch.bfloat16,
-    rope=64,
-    poison=float("nan"),
-    padding=(0, 0),
-):
-    """Build a call: shuffled pages, a poisoned pool, a block table whose tail is no page."""
-    torch.manual_seed(sum(lengths) + heads)
-    head_dim = 512 + rope
-    pages = [-(-length // page_size) for length in lengths]
-    total = sum(pages) + 3
-    row_padding, page_padding = padding
-    storage = torch.randn(
-        total, page_size + page_padding, 1, head_dim + row_padding, dtype=dtype, device="cuda"
-    )
-    kv_cache = storage[:, :page_size, :, :head_dim]
-    order = torch.randperm(total)[: sum(pages)].int()
-    table = torch.full((len(lengths), max(*pages, 1) + 2), BEYOND, dtype=torch.int32)
-    used = torch.zeros(total, page_size, dtype=torch.bool)
-    begin = 0
-    for row, (length, count) in enumerate(zip(lengths, pages, strict=True)):
-        own = order[begin : begin + count]
-        table[row, :count] = own
-        used[own.long()] = (torch.arange(count * page_size) < length).view(count, page_size)
-        begin += count
-    kept = used.cuda()[:, :, None, None]
-    kv_cache.copy_(torch.where(kept, kv_cache, poison))
-    q = torch.randn(len(lengths), seqlen_q, heads, head_dim, dtype=dtype, device="cuda")
-    cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    return q, kv_cache, table.cuda(), cache_seqlens
-
-
-def run(
-    q,
-    kv_cache,
-    block_table,
-    cache_seqlens,
-    *,
-    causal=False,
-    attn_sink=None,
-    out=None,
-    scale=SCALE,
-):
-    batch, seqlen_q, heads, _ = q.shape
-    if out is None:
-        out = torch.full(
-            (batch, seqlen_q, heads, 512), float("nan"), dtype=q.dtype, device=q.device
-        )
-    lse = torch.full((batch, seqlen_q, heads), float("nan"), device=q.device).transpose(1, 2)
-    decode.mla_decode_out(
-        *(q, kv_cache, block_table, cache_seqlens, None, None, out, lse),
-        softmax_scale=scale,
-        causal=causal,
-        attn_sink=attn_sink,
-    )
-    return out, lse
-
-
-def oracle(q, kv_cache, block_table, cache_seqlens, *, causal=False, attn_sink=None, scale=SCALE):
-    batch, seqlen_q, heads, _ = q.shape
-    out = torch.empty(batch, seqlen_q, heads, 512, dtype=torch.float64, device=q.device)
-    lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float64, device=q.device)
-    reference.mla_decode_out(
-        *(q.double(), kv_cache.double(), block_table, cache_seqlens, None, None, out, lse),
-        softmax_scale=scale,
-        causal=causal,
-        attn_sink=attn_sink,
-    )
-    return out, lse
-
-
-def check(*arguments, **options):
-    out, lse = run(*arguments, **options)
-    options.pop("out", None)
-    expected, expected_lse = oracle(*arguments, **options)
-    assert_close_to_fp64(out, expected)
-    assert_lse_close_to_fp64(lse, expected_lse)
-    for _ in range(2):
-        again, lse_again = run(*arguments, **options)
-        assert torch.equal(out, again)
-        assert torch.equal(lse, lse_again)
 
 
 @pytest.mark.parametrize("heads", [1, 5, 16, 32, 63, 64, 128])
@@ -122,9 +31,43 @@ def test_several_queries(seqlen_q, causal, heads):
 
 @pytest.mark.parametrize("rope", [64, 0])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 192])
-@pytest.mark.parametrize("heads", [16, 32, 64])
-def test_page_sizes(page_size, rope, heads):
-    check(*problem(RAGGED, page_size=page_size, rope=rope, heads=heads))
+@pytest.mark.parametrize(("rows", "row_tile"), [(16, 16), (64, 32), (128, 64)])
+def test_page_sizes(rows, row_tile, page_size, rope):
+    for seqlen_q, causal in ((1, False), (2, True)):
+        call = problem(
+            RAGGED, heads=rows // seqlen_q, seqlen_q=seqlen_q, page_size=page_size, rope=rope
+        )
+        assert block_of(call) == (row_tile, 8 if row_tile == 64 else 4)
+        check(*call, causal=causal)
+
+
+# Lengths, queries and heads; what is compiled for them: row groups, the batch bucket, and how many
+# parts the combine kernel merges in one pass.
+COMBINED = [
+    ([40000], 8, 128, (16, 1, 8)),
+    ([4000], 4, 128, (8, 1, 16)),
+    ([40000], 2, 128, (4, 1, 32)),
+    ([40000], 1, 128, (2, 1, 64)),
+    ([200000], 1, 64, (1, 1, 128)),
+    ([30000, 12000], 1, 128, (2, 32, 32)),
+    ([5000, 50000, 1, 17000], 1, 64, (1, 32, 32)),
+    ([100000, 50000], 1, 64, (1, 32, 64)),
+    ([7 * b % 300 for b in range(200)], 1, 64, (1, 1024, 4)),
+    ([7 * b % 300 for b in range(1100)], 1, 64, (1, 4096, 4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seqlen_q", "heads", "compiled"),
+    COMBINED,
+    ids=[f"B{len(c[0])}-S{c[1]}-H{c[2]}-E{c[3][2]}" for c in COMBINED],
+)
+def test_parts_of_64_rows(lengths, seqlen_q, heads, compiled):
+    call = problem(lengths, heads=heads, seqlen_q=seqlen_q)
+    config = config_of(*call)
+    assert (config.row_tile, config.decode_warps) == (64, 8)
+    assert (config.row_groups, config.batch_bucket, config.combine_parts) == compiled
+    check(*call, causal=True)
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1024, 16383, 16384, 40000])
@@ -139,10 +82,15 @@ def test_few_sequences_of_many_rows(batch, heads):
     check(*problem(RAGGED[-batch:], heads=heads))
 
 
-@pytest.mark.parametrize("batch", [33, 129, 1100])
-def test_many_sequences_of_32_rows(batch):
+@pytest.mark.parametrize(
+    ("batch", "warps", "page_size"),
+    [(33, 4, 64), (129, 4, 16), (1100, 8, 16), (1100, 8, 32), (1100, 8, 64)],
+)
+def test_many_sequences_of_32_rows(batch, warps, page_size):
     torch.manual_seed(batch)
-    check(*problem(torch.randint(0, 300, (batch,)).tolist(), heads=32))
+    call = problem(torch.randint(0, 300, (batch,)).tolist(), heads=32, page_size=page_size)
+    assert block_of(call) == (32, warps)
+    check(*call)
 
 
 @pytest.mark.parametrize("batch", [3, 33, 128, 129, 200, 1100])
@@ -182,46 +130,6 @@ def test_lengths_beyond_the_table_are_clamped():
     table = table[:, :3]
     lengths.copy_(torch.tensor([193, 100000, 2**31 - 1, -1, -(2**31)]))
     check(q, kv_cache, table, lengths)
-
-
-def shaped(call, weight):
-    """Scale the keys of token t of each sequence by ``weight(t)``: how scores grow is set."""
-    _, kv_cache, block_table, cache_seqlens = call
-    page_size = kv_cache.shape[1]
-    for table, length in zip(block_table.tolist(), cache_seqlens.tolist(), strict=True):
-        at = torch.arange(length)
-        rows = torch.tensor(table)[at // page_size], at % page_size
-        kv_cache[rows] *= weight(at).to(kv_cache)[:, None, None]
-    return call
-
-
-GROWTH = {
-    # Beyond 2**8 at every tile, within it from tile to tile, once after a long rest, never.
-    "fast": lambda t: 1 + t // 64 * 3.0,
-    "slow": lambda t: 1 + t // 64 * 0.1,
-    "late": lambda t: torch.where(t < 900, 0.01, 8.0),
-    "falling": lambda t: 8.0 / (1 + t // 64),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("growth", GROWTH)
-@pytest.mark.parametrize(("heads", "lengths"), [(16, [1000]), (32, [1000] * 9), (64, [1000] * 66)])
-def test_maxima_that_grow(heads, lengths, growth, dtype):
-    check(*shaped(problem(lengths, heads=heads, dtype=dtype), GROWTH[growth]))
-
-
-@pytest.mark.parametrize("lengths", [[1000], [1000] * 66], ids=["parts", "whole"])
-def test_rows_first_seen_behind_absent_pages(lengths):
-    q, kv_cache, block_table, cache_seqlens = problem(lengths, heads=16, seqlen_q=2)
-    block_table[:, :3] = -1
-    check(q, kv_cache, block_table, cache_seqlens, causal=True)
-
-
-@pytest.mark.parametrize("heads", [16, 64])
-@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-45, -0.05, -3.0, 3.0])
-def test_any_scale(scale, heads):
-    check(*problem(RAGGED, heads=heads, seqlen_q=2), causal=True, scale=scale)
 
 
 def test_sink():
