@@ -105,6 +105,10 @@ def _mla_decode_kernel(
     PDL: gl.constexpr,
     NW: gl.constexpr,
 ):
+    """Decode a worker's share of the tiles.
+
+    As one function: products in flight, and the buffers they read, cross no call.
+    """
     dtype: gl.constexpr = kv_half.dtype
     score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, NW // 4], [16, N // (NW // 4), 16])
     accum: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, N, 16])
@@ -181,12 +185,13 @@ def _mla_decode_kernel(
             stop = gl.minimum(tile + count - done, tiles)
             part = (tile > 0) | (stop < tiles)
             # A zero the compiler cannot fold, here and below: what depends on it is computed where
-            # it is used, not before the loop and kept; the alignment of q_stride_b stays known.
+            # it is used, not before the loop and kept (at 16 rows 183 registers, not 231).
             zero = done >> 28
             if BP > 1:
-                # Kept, it would be spilled.
+                # Computed again: kept, it is spilled at 64 causal rows.
                 rg = (slot >> 1) % RG
                 if done > 0:
+                    # Times 16, so that loads of q stay 16 bytes wide.
                     q_first, q_second, q_third = load_q(
                         *(q_ptr, b, rg, queries, num_rows, num_heads_q),
                         *(q_stride_b + zero * 16, q_stride_s, q_stride_h, N, ROPE, NW),

@@ -1,5 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,misc"
-"""The products of a tile, started and not waited for; each is a wgmma group of its own."""
+"""The products of a tile, started and not waited for.
+
+Each ``warpgroup_mma`` is a group of its own: to wait for the sums of the left half is to let one
+group be in flight, and ``begin_scores`` must start exactly one.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,7 +17,7 @@ def begin_scores(left, q_left, stage, zero, N: gl.constexpr, score: gl.constexpr
     """Start S^T = K Q^T over the first half of the latent.
 
     ``zero`` is an index that the compiler cannot fold: with a constant one 36 wgmma descriptors of
-    Q are kept in registers, and at 32 rows a hundred words of others in memory.
+    Q are kept in registers, and at 32 rows about a hundred words more are spilled.
     """
     query = q_left.index(zero).permute((1, 0))
     zeros = gl.zeros([TILE, N], gl.float32, layout=score)

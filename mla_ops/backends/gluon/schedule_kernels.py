@@ -46,10 +46,10 @@ def gdc_launch_dependents():
 
 @gluon.jit
 def linger():
-    """Keep a block without work on its SM until the combine kernel's blocks have their places.
+    """Keep a block without work on its SM for about 2 us (PTX: up to 4).
 
-    The next block goes to the SM with most room: one left empty here gets three times as many of
-    them as the others, and ends a microsecond later.
+    Then most of the combine kernel's blocks have their places. Each goes to the SM with most room:
+    one left empty gets three times as many as the others, and ends 0.8 us later on an H200.
     """
     gl.inline_asm_elementwise(
         "nanosleep.u32 2000; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1

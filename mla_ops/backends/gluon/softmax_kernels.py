@@ -96,7 +96,7 @@ def weigh_first(
     CAUSAL: gl.constexpr,
     score: gl.constexpr,
 ):
-    """Turn the scores of a sequence's first tile into weights relative to each row's maximum.
+    """Turn the scores of a part's first tile into weights relative to each row's maximum.
 
     Returns:
         tuple: the weights, the maxima and the totals to go on with.
