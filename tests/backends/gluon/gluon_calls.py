@@ -2,6 +2,7 @@
 
 import torch
 
+from mla_ops._torch import streaming_multiprocessors
 from mla_ops.backends import reference
 from mla_ops.backends.gluon import decode
 from mla_ops.testing.numerics import assert_close_to_fp64, assert_lse_close_to_fp64
@@ -105,10 +106,12 @@ def check(*arguments, **options):
 
 
 def config_of(q, kv_cache, block_table, cache_seqlens):
-    """Return what the launcher chooses for a call on a device of 132 SMs."""
+    """Return what the launcher chooses for a call."""
     batch, seqlen_q, heads, _ = q.shape
-    capacity = block_table.shape[1] * kv_cache.shape[1]
-    return decode.decode_config(batch, seqlen_q * heads, capacity=capacity)
+    return decode.decode_config(
+        *(batch, seqlen_q * heads, streaming_multiprocessors(q.device)),
+        capacity=block_table.shape[1] * kv_cache.shape[1],
+    )
 
 
 def block_of(call):

@@ -79,4 +79,4 @@ def launch(
         causal=causal,
         attn_sink=torch.empty(heads) if sink else None,
     )
-    return decode.decode_config(batch, seqlen_q * heads, capacity=pages * page_size)
+    return decode.decode_config(batch, seqlen_q * heads, 132, capacity=pages * page_size)

@@ -41,9 +41,12 @@ def combine_kernel(monkeypatch):
 
 
 def name_of(case):
+    if not isinstance(case, dict):
+        return None
     return "-".join(f"{k}{v}".replace("torch.", "") for k, v in case.items()) or "default"
 
 
+STRIDED = {"causal": True, "sink": True, "out_stride": 3}
 # One axis varied at a time, and the corners of register and shared memory use.
 CASES = [
     {},
@@ -74,10 +77,15 @@ CASES = [
     {"batch": 9, "heads": 64, "page_size": 32},
     {"batch": 100, "heads": 64, "page_size": 16},
     {"batch": 2, "seqlen_q": 2, "sink": True, "pages": 2**12, "out": FP32},
+    # The longest plan, the most registers.
+    {"batch": 4000, "heads": 32, "sink": True, "page_size": 16, "out": FP32},
+    {"batch": 4000, "heads": 8, "seqlen_q": 2, "causal": True, "sink": True, "out": FP32},
+    {"batch": 4000, "heads": 64, "page_size": 16, "out": FP32},
     {"batch": 4000, "heads": 128, "seqlen_q": 2, "page_size": 16, "out": FP32},
+    {"batch": 20, "heads": 64, "seqlen_q": 2, "causal": True, "sink": True, "out": FP32},
+    {**STRIDED, "heads": 128, "seqlen_q": 8, "page_size": 16, "out": FP32},
+    {**STRIDED, "batch": 9, "heads": 5, "seqlen_q": 4, "out": FP32},
 ]
-# And of those with a float32 out: the most registers, the longest plan.
-CASES += [{**CASES[at], "out": FP32} for at in (4, 6, 7, 10, 20)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -85,13 +93,19 @@ def test_decode_compiles_without_spills(decode_kernel, case):
     config = launch(**case)
     (compiled,), (grid,) = decode_kernel.compiled, decode_kernel.grids
     stats = read(compiled)
-    # Products whose operands are not read twice: the scores, and all columns of V or, where there
-    # are two warp groups, half of them each. Twice: a part's first tile and last sums are peeled.
+    # HGMMAs of a tile: the scores, and all columns of V or, where there are two warp groups, half
+    # of them each. Twice: a part's first tile and last sums are peeled.
     products = 4 * (8 + (1 if case.get("rope", 64) else 0)) + (
         32 if config.decode_warps == 4 else 16
     )
     assert stats.sass.count("HGMMA") == 2 * products
-    # Of 64 rows with a float32 out, a word or two once a part.
+    # In the loop the scores begin while the second half of the sums is in flight.
+    waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", stats.sass)
+    assert waits == ["0", "1", "1", "0", "0"]
+    # From the first product to the last none.
+    assert re.fullmatch(
+        "[LS]*H+[LS]*", "".join(w[0] for w in re.findall("HGMMA|LDL|STL", stats.sass))
+    )
     wide = config.row_tile == 64 and case.get("out") == FP32
     assert stats.spills <= (4 if wide else 0)
     assert stats.shared <= MAX_SHARED
@@ -125,21 +139,26 @@ def test_table_stride_beyond_32_bits_is_multiplied_whole(decode_kernel):
         assert set(uses) <= {"mul.lo.s64", "mad.lo.s64"}
 
 
-# Every number of parts at once and of warps, both widths of partial results.
+# By the parts that the combine kernel merges at once.
 COMBINE_CASES = [
-    {},
-    {"batch": 9},
-    {"batch": 4, "pages": 8, "heads": 32},
-    {"heads": 64, "seqlen_q": 4, "sink": True},
-    {"heads": 128, "out": FP32},
-    {"batch": 1000, "heads": 32, "sink": True, "out_stride": 3},
-    {"batch": 4000, "out": FP32},
+    (4, {"batch": 1000, "heads": 32, "sink": True, "out_stride": 3}),
+    (4, {"batch": 4000}),
+    (8, {"batch": 4, "pages": 8, "heads": 32}),
+    (16, {"batch": 9}),
+    (32, {"heads": 64, "seqlen_q": 4, "sink": True}),
+    (64, {"heads": 64}),
+    (128, {}),
 ]
 
 
-@pytest.mark.parametrize("case", COMBINE_CASES, ids=name_of)
-def test_combine_compiles_without_spills(combine_kernel, case):
-    launch(**case)
+def test_every_combine_kernel_is_compiled():
+    assert {parts for parts, _ in COMBINE_CASES} == set(decode._MERGE_WIDTHS)
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("parts", "case"), COMBINE_CASES, ids=name_of)
+def test_combine_compiles_without_spills(combine_kernel, parts, case, out):
+    assert launch(**case, out=out).combine_parts == parts
     (compiled,), (grid,) = combine_kernel.compiled, combine_kernel.grids
     stats = read(compiled)
     assert stats.spills == 0
@@ -162,7 +181,7 @@ def test_combine_compiles_without_spills(combine_kernel, case):
         ({"batch": 133}, 132),
         ({"batch": 4000, "heads": 64}, 132),
     ],
-    ids=lambda value: name_of(value) if isinstance(value, dict) else None,
+    ids=name_of,
 )
 def test_grids_of_more_than_half_of_the_sms_take_them_all(monkeypatch, case, blocks):
     kernel = CountOnly()
