@@ -105,10 +105,7 @@ def _mla_decode_kernel(
     PDL: gl.constexpr,
     NW: gl.constexpr,
 ):
-    """Decode a worker's share of the tiles.
-
-    As one function: products in flight, and the buffers they read, cross no call.
-    """
+    """Decode a worker's share, as one function: products in flight cross no call."""
     dtype: gl.constexpr = kv_half.dtype
     score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, NW // 4], [16, N // (NW // 4), 16])
     accum: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, N, 16])

@@ -48,8 +48,8 @@ def gdc_launch_dependents():
 def linger():
     """Keep a block without work on its SM for about 2 us (PTX: up to 4).
 
-    Then most of the combine kernel's blocks have their places. Each goes to the SM with most room:
-    one left empty gets three times as many as the others, and ends 0.8 us later on an H200.
+    The combine kernel's blocks go where most room is: an SM left empty would get more of them than
+    the others, and end last (decode.py says what that costs).
     """
     gl.inline_asm_elementwise(
         "nanosleep.u32 2000; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
